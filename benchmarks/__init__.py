@@ -1,0 +1,1 @@
+"""The product's promises, measured by ``python -m benchmarks``."""

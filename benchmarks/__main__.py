@@ -1,0 +1,85 @@
+"""Runs benchmarks, prints both sides of each, and says which promises are met on this machine.
+
+A benchmark measures and prints: a promise that is not met is no error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import pathlib
+import platform
+import sys
+from collections.abc import Callable, Sequence
+
+import jax
+import jaxlib
+
+from benchmarks import cpu_gemm, npu_model, startup
+from benchmarks.measure import Report
+
+BENCHMARKS: dict[str, Callable[[], list[Report]]] = {
+    "import": startup.imports,
+    "compile": startup.compilation,
+    "npu_model_gemm": npu_model.gemm,
+    "cpu_gemm_bfloat16": cpu_gemm.bfloat16,
+    "cpu_gemm_float32": cpu_gemm.float32,
+}
+
+
+def machine() -> dict[str, str | int | float | bool]:
+    """What the numbers were measured on."""
+    return {
+        "cpus": os.cpu_count() or 1,
+        "avx512_bf16": cpu_gemm.has_bfloat16(),
+        "load_average": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+    }
+
+
+def show(report: Report) -> None:
+    """Prints a report: the sides' times, then what follows from them."""
+    print(f"  {report.title}")
+    width = max(map(len, report.seconds))
+    for side, seconds in report.seconds.items():
+        print(f"    {side:{width}}  {seconds * 1e3:10.3f} ms")
+    for verdict in report.verdicts:
+        print(f"    > {verdict}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="name", help=f"of {', '.join(BENCHMARKS)}; default: all")
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the results there as well")
+    options = parser.parse_args(argv)
+    if unknown := [name for name in options.names if name not in BENCHMARKS]:
+        parser.error(f"no benchmark {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
+
+    results = {"machine": machine(), "benchmarks": {}}
+    print("machine: " + ", ".join(f"{name} {value}" for name, value in results["machine"].items()))
+    verdicts = []
+    for name in options.names or BENCHMARKS:
+        print(f"\n{name}", flush=True)
+        reports = BENCHMARKS[name]()
+        for report in reports:
+            show(report)
+            verdicts += report.verdicts
+        results["benchmarks"][name] = [
+            dataclasses.asdict(report)
+            | {"verdicts": [dataclasses.asdict(verdict) | {"met": verdict.met} for verdict in report.verdicts]}
+            for report in reports
+        ]
+    promises = [verdict.met for verdict in verdicts if verdict.met is not None]
+    print(f"\n{sum(promises)} of {len(promises)} promises met")
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,8 @@
+"""glass_jax: Ascend NPU kernels as JAX operations, with a model of the NPU to run them on."""
+
+from glass_jax import errors
+from glass_jax.config import configure
+from glass_jax.primitives.gemm import gemm
+from glass_jax.primitives.tilelang_call import tilelang_call
+
+__all__ = ["configure", "errors", "gemm", "tilelang_call"]

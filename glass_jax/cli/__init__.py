@@ -1,0 +1,1 @@
+"""The ``glass`` command, and ``tilec``, its ``lower`` under the name that users of this stack know."""

@@ -1,0 +1,240 @@
+"""Loops and branches: what they carry, and guards that become trip counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from glass_jax.errors import UnsupportedError
+from glass_jax.hw import cube, expressions, symbolic, vector
+from glass_jax.hw import program as ir
+from glass_jax.hw.lanes import DependentLanes
+from glass_jax.hw.program import Space
+from glass_jax.hw.symbolic import Linear
+
+if TYPE_CHECKING:
+    from glass_jax.hw.machine import Machine
+
+Arrays = dict[str, jax.Array]
+
+
+def run_grid(machine: Machine, blocks: int) -> None:
+    """Runs every block of the grid. Its on-chip memories are poisoned at the start of each, global memory goes on."""
+    program, memory = machine.program, machine.memory
+    written = machine.dataflow.writes(program.body)
+    carried = frozenset(name for name in written if memory.space(name) == Space.GM)
+    step = _step(machine, written, carried)
+
+    def block(number: jax.Array | int) -> None:
+        machine.bind_symbol(program.block.name, number, 0, blocks - 1)
+        machine.execute(program.body, carried)
+
+    _leave(machine, written, _repeat(blocks, lambda i, arrays: step(lambda: block(i), arrays), _carry(machine, carried)))
+
+
+def run_for(machine: Machine, loop: ir.For, live: frozenset[str]) -> None:
+    """Runs a loop: parallel ones in one go, K loops of a matrix product as one product, others as loops."""
+    extent = machine.scalar(loop.extent)
+    if extent is None:
+        raise DependentLanes if len(machine.lanes) > 1 else UnsupportedError(
+            f"the NPU model does not run a loop over {loop.var.name!r} whose extent differs between vector units yet"
+        )
+    if extent.static == 0:
+        return
+    if extent.static is not None:
+        at_once = vector.run_parallel if loop.kind == "parallel" else cube.run_k_loop
+        if at_once(machine, loop, extent.static, live):
+            return
+    run_serial(machine, loop, extent if extent.static is None else extent.static, live)
+
+
+def run_serial(machine: Machine, loop: ir.For, extent: int | Linear, live: frozenset[str]) -> None:
+    """Runs a loop one iteration after the other."""
+    guarded = _guarded(machine, loop, extent)
+    trips, body, fact = guarded if guarded is not None else (extent, loop.body, None)
+    start = machine.scalar(loop.start)
+    if start is None:
+        raise UnsupportedError(f"the NPU model does not run a loop over {loop.var.name!r} whose start varies by lane yet")
+    highest = (extent if isinstance(extent, int) else extent.bounds(machine.facts)[1]) - 1
+
+    def iteration(number: jax.Array | int) -> None:
+        machine.bind_symbol(loop.var.name, number, 0, highest)
+        machine.variables[loop.var.name] += start
+        if fact is not None:
+            assume(machine, fact)
+        machine.execute(body, live | needed)
+
+    needed = machine.dataflow.live_before(body, frozenset())
+    written = machine.dataflow.writes(body)
+    carried = (live | needed) & written
+    step = _step(machine, written, carried)
+    _leave(machine, written, _repeat(trips, lambda i, arrays: step(lambda: iteration(i), arrays), _carry(machine, carried)))
+
+
+# --- carries --------------------------------------------------------------------------------------------------------
+
+
+def _repeat(trips: int | Linear, body: Callable[[jax.Array | int, Arrays], Arrays], arrays: Arrays) -> Arrays:
+    """``body(i, arrays)`` for each trip; a single one without a loop."""
+    if trips == 1:
+        return body(0, arrays)
+    return lax.fori_loop(0, trips if isinstance(trips, int) else trips.traced(), body, arrays)
+
+
+def _carry(machine: Machine, names: frozenset[str]) -> Arrays:
+    """The contents of allocations, as the carry of a loop."""
+    return {name: machine.memory.get(name) for name in sorted(names)}
+
+
+def _step(machine: Machine, written: frozenset[str], carried: frozenset[str]) -> Callable[..., Arrays]:
+    """A function that runs a piece of program on given contents of ``carried`` and returns the new ones.
+
+    What the piece writes and nobody carries is fresh at its start: it is overwritten before it is read.
+    """
+
+    def step(piece: Callable[[], None], arrays: Arrays) -> Arrays:
+        memory = machine.memory
+        saved = memory.arrays
+        memory.arrays = {name: array for name, array in saved.items() if name not in written} | dict(arrays)
+        try:
+            with machine.scope():
+                piece()
+            return {name: memory.get(name) for name in sorted(carried)}
+        finally:
+            memory.arrays = saved
+
+    return step
+
+
+def _leave(machine: Machine, written: frozenset[str], arrays: Arrays) -> None:
+    """The contents after a loop or branch; what it wrote and did not carry is not needed any more."""
+    for name in written:
+        machine.memory.arrays.pop(name, None)
+    machine.memory.arrays |= arrays
+
+
+# --- guards ---------------------------------------------------------------------------------------------------------
+
+
+def _guarded(
+    machine: Machine, loop: ir.For, extent: int | Linear
+) -> tuple[int | Linear, tuple[ir.Stmt, ...], ir.Expr] | None:
+    """For a loop whose whole body is guarded by a condition that once false stays false: the number of iterations in
+    which it holds, the body without the guard, and the condition. None for other loops."""
+    lets, guard = loop.body[:-1], loop.body[-1] if loop.body else None
+    if not isinstance(guard, ir.If) or guard.orelse or not all(isinstance(stmt, ir.Let) for stmt in lets):
+        return None
+    if loop.start != ir.Const(0, loop.var.dtype) or not isinstance(extent, int):
+        return None
+    with machine.scope():
+        k = machine.bind_symbol(loop.var.name, np.int32(0), 0, extent - 1)
+        for let in lets:
+            machine.bind(let.var, let.value)
+        excess = _excess(machine, guard.condition)
+    if excess is None:
+        return None
+    factor, rest = excess.split(k)
+    if factor <= 0 or rest.born >= k.born:
+        return None
+    # excess = factor * k + rest stays at most 0 while k <= -rest / factor.
+    trips = symbolic.divide(rest.scaled(-1) + Linear(factor), factor, machine.facts)
+    if trips is None:
+        return None
+    trips = symbolic.clamp(trips, extent)
+    return trips if trips.static is None else trips.static, (*lets, *guard.then), guard.condition
+
+
+def _excess(machine: Machine, condition: ir.Expr) -> Linear | None:
+    """For a comparison of scalar integers, what is at most 0 exactly where it holds; None for other conditions."""
+    if not isinstance(condition, ir.Binary) or condition.op not in ("lt", "le", "gt", "ge"):
+        return None
+    if condition.lhs.dtype not in ("int32", "int64"):
+        return None
+    lhs, rhs = machine.scalar(condition.lhs), machine.scalar(condition.rhs)
+    if lhs is None or rhs is None:
+        return None
+    difference = lhs - rhs if condition.op in ("lt", "le") else rhs - lhs
+    return difference + Linear(1) if condition.op in ("lt", "gt") else difference
+
+
+def assume(machine: Machine, condition: ir.Expr) -> None:
+    """Notes that a condition holds in this scope, for the bounds of indices."""
+    excess = _excess(machine, condition)
+    if excess is not None and excess.terms:
+        machine.facts[excess.key] = min(-int(excess.pattern), machine.facts.get(excess.key, np.inf))
+
+
+# --- branches -------------------------------------------------------------------------------------------------------
+
+
+def run_if(machine: Machine, branch: ir.If, live: frozenset[str]) -> None:
+    """Runs a branch: chosen now if its condition is known, as a mask if it varies by lane, else by ``lax.cond``."""
+    condition = expressions.value(machine, branch.condition)
+    known = expressions.decided(condition)
+    if known is not None:
+        machine.execute(branch.then if known else branch.orelse, live)
+    elif np.size(condition) == 1:
+        _run_cond(machine, branch, condition, live)
+    elif len(machine.lanes) > 1:
+        # Lanes read before others write as long as they are independent, which the region proves.
+        for block, mask in ((branch.then, condition), (branch.orelse, ~condition)):
+            with machine.scope():
+                machine.mask = mask if machine.mask is None else machine.mask & mask
+                machine.execute(block, live | machine.dataflow.live_before(branch.orelse, frozenset()))
+    else:
+        for unit in machine.active:
+            with machine.unit(unit):
+                run_if(machine, branch, live | machine.dataflow.writes((branch,)))
+
+
+def _run_cond(machine: Machine, branch: ir.If, condition: jax.Array, live: frozenset[str]) -> None:
+    written = machine.dataflow.writes((branch,))
+    carried = written & live
+    # Contents that only a branch itself needs still have to come in from outside.
+    entering = written & (live | machine.dataflow.live_before((branch,), frozenset()))
+    step = _step(machine, written, carried)
+
+    def then() -> None:
+        assume(machine, branch.condition)
+        machine.execute(branch.then, live)
+
+    def orelse() -> None:
+        machine.execute(branch.orelse, live)
+
+    arrays = lax.cond(
+        jnp.reshape(condition, ()),
+        lambda arrays: step(then, arrays),
+        lambda arrays: step(orelse, arrays),
+        _carry(machine, entering),
+    )
+    _leave(machine, written, arrays)
+
+
+def run_while(machine: Machine, loop: ir.While, live: frozenset[str]) -> None:
+    """Runs a loop while a scalar condition holds."""
+    written = machine.dataflow.writes(loop.body)
+    carried = written & (live | machine.dataflow.live_before((loop,), frozenset()))
+    step = _step(machine, written, carried)
+
+    def condition(arrays: Arrays) -> jax.Array:
+        saved = machine.memory.arrays
+        machine.memory.arrays = saved | dict(arrays)
+        try:
+            holds = expressions.value(machine, loop.condition)
+        finally:
+            machine.memory.arrays = saved
+        if np.size(holds) != 1:
+            raise DependentLanes if len(machine.lanes) > 1 else UnsupportedError(
+                "the NPU model does not run a while loop whose condition differs between vector units yet"
+            )
+        return jnp.reshape(holds, ())
+
+    def body(arrays: Arrays) -> Arrays:
+        return step(lambda: machine.execute(loop.body, live | carried), arrays)
+
+    _leave(machine, written, lax.while_loop(condition, body, _carry(machine, carried)))

@@ -1,0 +1,210 @@
+"""Elements of a buffer read and written by many lanes at once, and the proof that their order does not matter.
+
+A lane is one iteration of a parallel loop nest on one vector unit. Values of lanes are arrays of the lanes' rank, size 1
+along every axis on which they do not depend. Where the indices are affine in the lanes, an access is a slice, a reshape and
+a transpose; otherwise it is a gather or a scatter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from glass_jax.hw import numerics
+from glass_jax.hw.storage import slice_at, update_at
+from glass_jax.hw.symbolic import Facts, Linear, strides
+
+Index = Linear | jax.Array
+
+
+class DependentLanes(Exception):  # noqa: N818  (a signal to run the lanes one after the other, not a failure)
+    """Evaluating all lanes at once might not give what one lane after the other gives."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Access:
+    """One load or store, as recorded while lanes are evaluated together.
+
+    Attributes:
+      storage: the allocation.
+      buffer: the view through which it was accessed.
+      write: whether it was a store.
+      indices: the element of each lane, leading axes of the memory included.
+      lanes: extents of the lanes that took part; the first axis, the vector units, counts from the last one back.
+    """
+
+    storage: str
+    buffer: str
+    write: bool
+    indices: tuple[Index, ...]
+    lanes: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Box:
+    """The part of an array that affine lanes touch.
+
+    Attributes:
+      starts: first element of each dimension.
+      sizes: number of elements from the first to the last.
+      steps: distance of neighbours.
+      axes: lane axes that each dimension spans, the slowest first.
+    """
+
+    starts: tuple[Linear, ...]
+    sizes: tuple[int, ...]
+    steps: tuple[int, ...]
+    axes: tuple[tuple[int, ...], ...]
+
+
+def _box(indices: Sequence[Index], shape: Sequence[int], lanes: Sequence[int], facts: Facts) -> _Box | None:
+    """The box of an access, or None if its lanes are not affine, share a dimension's axis, or may lie outside ``shape``."""
+    starts, sizes, steps, axes = [], [], [], []
+    for index, size in zip(indices, shape, strict=True):
+        if not isinstance(index, Linear):
+            return None
+        low, high = index.bounds(facts)
+        affine = strides(index.pattern)
+        if affine is None or low < 0 or high >= size:
+            return None
+        base, slopes = affine
+        order = sorted(slopes, key=lambda axis: -slopes[axis])
+        step, inner = slopes[order[-1]] if order else 1, 1
+        if step < 0:
+            return None
+        for axis in reversed(order):
+            if slopes[axis] != step * inner:
+                return None
+            inner *= lanes[axis]
+        starts.append(Linear(base, index.terms))
+        sizes.append((inner - 1) * step + 1)
+        steps.append(step)
+        axes.append(tuple(order))
+    spanned = [axis for group in axes for axis in group]
+    if len(set(spanned)) != len(spanned):
+        return None
+    return _Box(tuple(starts), tuple(sizes), tuple(steps), tuple(axes))
+
+
+def take(x: jax.Array, indices: Sequence[Index], lanes: Sequence[int], facts: Facts) -> jax.Array:
+    """``x[indices]`` of every lane; poison where an index lies outside ``x``.
+
+    Args:
+      x: the buffer's contents.
+      indices: one a dimension of ``x``.
+      lanes: extents of the lanes.
+      facts: what is known about the indices.
+
+    Returns:
+      an array of rank 0, or of the lanes' rank.
+    """
+    box = _box(indices, x.shape, lanes, facts)
+    if box is None:
+        positions = [_position(index, size) for index, size in zip(indices, x.shape, strict=True)]
+        poison = numerics.poison(x.dtype)
+        return x.at[tuple(positions)].get(mode="fill", fill_value=poison[()])
+    part = slice_at(x, box.starts, box.sizes)
+    if any(step > 1 for step in box.steps):
+        part = lax.slice(part, [0] * part.ndim, part.shape, box.steps)
+    order = [axis for group in box.axes for axis in group]
+    if not order:
+        return part.reshape(())
+    part = part.reshape([lanes[axis] for axis in order]).transpose(np.argsort(order))
+    return part.reshape([size if axis in order else 1 for axis, size in enumerate(lanes)])
+
+
+def put(
+    x: jax.Array,
+    indices: Sequence[Index],
+    value: jax.Array,
+    mask: jax.Array | None,
+    lanes: Sequence[int],
+    facts: Facts,
+) -> jax.Array:
+    """``x`` with ``x[indices] = value`` in every lane where ``mask``; elements outside ``x`` are dropped.
+
+    No two lanes write one element. Arguments as in :func:`take`; ``value`` and ``mask`` broadcast to the lanes.
+
+    Raises:
+      DependentLanes: the lanes write through one index, so that the last would win.
+    """
+    box = _box(indices, x.shape, lanes, facts)
+    if box is None or any(step > 1 for step in box.steps):
+        positions = [_position(index, size) for index, size in zip(indices, x.shape, strict=True)]
+        full = np.broadcast_shapes(*(np.shape(p) for p in positions))
+        if mask is not None:
+            full = np.broadcast_shapes(full, mask.shape)
+            positions[0] = jnp.where(mask, positions[0], x.shape[0])
+        if math.prod(np.broadcast_shapes(full, np.shape(value))) > math.prod(full):
+            raise DependentLanes
+        return x.at[tuple(positions)].set(value, mode="drop")
+    order = [axis for group in box.axes for axis in group]
+    for operand in (value, mask):
+        if operand is not None and any(n > 1 and axis not in order for axis, n in enumerate(np.shape(operand))):
+            raise DependentLanes
+    tile = _arrange(value, order, lanes, box.sizes)
+    if mask is not None:
+        tile = jnp.where(_arrange(mask, order, lanes, box.sizes), tile, slice_at(x, box.starts, box.sizes))
+    return update_at(x, tile, box.starts)
+
+
+def _arrange(value: jax.Array, order: Sequence[int], lanes: Sequence[int], sizes: Sequence[int]) -> jax.Array:
+    """``value`` of the lanes laid out as the box they write."""
+    if np.ndim(value) == 0:
+        return jnp.broadcast_to(value, sizes)
+    full = jnp.broadcast_to(value, [size if axis in order else 1 for axis, size in enumerate(lanes)])
+    kept = full.reshape([lanes[axis] for axis in sorted(order)])
+    return kept.transpose([sorted(order).index(axis) for axis in order]).reshape(sizes)
+
+
+def _position(index: Index, size: int) -> jax.Array | np.ndarray:
+    """An index for gather and scatter, which take a negative number as counted from the end: moved beyond the end."""
+    position = index.traced() if isinstance(index, Linear) else index
+    return jnp.where(position < 0, size, position)
+
+
+# --- independence ---------------------------------------------------------------------------------------------------
+
+
+def check_independent(log: Sequence[Access], lanes: tuple[int, ...], since: int) -> None:
+    """Raises DependentLanes unless no lane touches an element that another lane writes.
+
+    Two lanes cannot meet where, in some dimension, every access of the allocation has the same traced part, one that does
+    not change while the lanes run (all its symbols are older than ``since``), and patterns that differ between the two.
+    Dimensions whose accesses are not comparable in this way prove nothing.
+    """
+    for storage in {access.storage for access in log if access.write}:
+        accesses = [access for access in log if access.storage == storage]
+        if len({access.buffer for access in accesses}) > 1:
+            raise DependentLanes
+        _check_storage(accesses, lanes, since)
+
+
+def _check_storage(accesses: list[Access], lanes: tuple[int, ...], since: int) -> None:
+    comparable = [
+        dimension
+        for dimension in range(len(accesses[0].indices))
+        if all(isinstance(i, Linear) and i.born < since for i in (access.indices[dimension] for access in accesses))
+        and len({access.indices[dimension].key for access in accesses}) == 1
+    ]
+    columns = []
+    for access in accesses:
+        # The lanes in question come first; further ones belong to a loop inside, and count as one.
+        inner = (1,) * (len(access.lanes) - len(lanes))
+        numbers = np.arange(math.prod(lanes)).reshape(lanes + inner)[-access.lanes[0] :]
+        patterns = [np.broadcast_to(access.indices[d].pattern, access.lanes).ravel() for d in comparable]
+        columns.append(np.stack([*patterns, np.broadcast_to(numbers, access.lanes).ravel()]))
+    table = np.concatenate(columns, axis=1)
+    # Patterns as one number each, so that uniqueness is a sort of integers.
+    code = np.zeros(table.shape[1], np.int64)
+    for row in table[:-1]:
+        code = code * (int(row.max() - row.min()) + 1) + (row - row.min())
+    pairs = np.unique(code * math.prod(lanes) + table[-1])
+    if len(np.unique(pairs // math.prod(lanes))) != len(pairs):
+        raise DependentLanes

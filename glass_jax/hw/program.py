@@ -1,0 +1,414 @@
+"""A kernel as plain data: what the NPU model executes, verifies and times.
+
+A :class:`Program` is the front-end form of a tile kernel, in the order it was written, with no reference to the compiler
+that produced it. Expressions and statements are frozen dataclasses; :func:`to_json` and :func:`from_json` are inverse to
+each other. Variable and buffer names are unique within a program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+from collections.abc import Iterator
+from typing import Any
+
+
+class Space(str, enum.Enum):
+    """Memory spaces of an AI core, as HARDWARE names them."""
+
+    GM = "gm"  # global memory: the kernel's parameters
+    L1 = "l1"
+    L0A = "l0a"
+    L0B = "l0b"
+    L0C = "l0c"
+    UB = "ub"  # unified buffer of a vector unit
+    FRAGMENT = "fragment"  # registers of a SIMT or SIMD region
+    REDUCER = "reducer"  # accumulators of a reduction across threads
+    SCALAR = "scalar"  # mutable scalar variables of the scalar unit
+
+
+# --- expressions ---------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Const:
+    """A literal. ``value`` is an int, a float or a bool; ``dtype`` a NumPy or ml_dtypes name."""
+
+    value: Any
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Var:
+    """A scalar variable: a loop index, a block index, or the name of a :class:`Let`."""
+
+    name: str
+    dtype: str = "int32"
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """The element ``buffer[indices]``."""
+
+    buffer: str
+    indices: tuple[Expr, ...]
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Binary:
+    """``op(lhs, rhs)``; ``op`` is one of :data:`BINARY_OPS`."""
+
+    op: str
+    lhs: Expr
+    rhs: Expr
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Cast:
+    """``value`` converted to ``dtype`` as the vector unit converts (see docs/numerics.md)."""
+
+    value: Expr
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Select:
+    """``then`` where ``condition``, else ``orelse``."""
+
+    condition: Expr
+    then: Expr
+    orelse: Expr
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A named scalar function such as ``exp``, ``tanh``, ``rsqrt``, ``not``, ``abs``."""
+
+    name: str
+    args: tuple[Expr, ...]
+    dtype: str
+
+
+Expr = Const | Var | Load | Binary | Cast | Select | Call
+
+BINARY_OPS = (
+    "add", "sub", "mul", "div", "floordiv", "floormod", "truncdiv", "truncmod", "min", "max",
+    "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "bitand", "bitor", "bitxor", "shl", "shr", "pow",
+)  # fmt: skip
+
+
+# --- memory --------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """A buffer in one memory space.
+
+    Attributes:
+      name: unique within the program.
+      space: where it lives.
+      shape: extents; an expression where the kernel takes a dynamic shape.
+      dtype: element type, a NumPy or ml_dtypes name.
+      storage: name of the allocation it views; equal to ``name`` unless it is a view or reinterpretation of another buffer.
+      layout: ``"nz"`` for a unified-buffer tile annotated as compact NZ, else None (row-major, or the space's own fractal
+        layout, which a program never sees).
+      strides: element strides of a GM parameter that is not row-major, else None.
+      loc: ``file:line`` of its allocation, if known.
+    """
+
+    name: str
+    space: Space
+    shape: tuple[int | Expr, ...]
+    dtype: str
+    storage: str
+    layout: str | None = None
+    strides: tuple[int | Expr, ...] | None = None
+    loc: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """``buffer[starts : starts + extents]``, one range a dimension. Extents are not clamped to the buffer's shape."""
+
+    buffer: str
+    starts: tuple[Expr, ...]
+    extents: tuple[int | Expr, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Allocation:
+    """Bytes that one buffer takes in one on-chip memory, all its versions (multi-buffering) counted.
+
+    Attributes:
+      buffer: the buffer's name.
+      space: the memory.
+      offset: address of the first version, in bytes.
+      nbytes: size of one version, in bytes.
+      versions: how many versions the compiler keeps.
+    """
+
+    buffer: str
+    space: Space
+    offset: int
+    nbytes: int
+    versions: int
+
+
+# --- statements ----------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class For:
+    """A loop. ``kind`` is ``serial``, ``pipelined``, ``unrolled``, ``vectorized`` or ``parallel`` (independent iterations)."""
+
+    var: Var
+    start: Expr
+    extent: Expr
+    kind: str
+    body: tuple[Stmt, ...]
+    attrs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    loc: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class While:
+    condition: Expr
+    body: tuple[Stmt, ...]
+    loc: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class If:
+    condition: Expr
+    then: tuple[Stmt, ...]
+    orelse: tuple[Stmt, ...] = ()
+    loc: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Let:
+    """Binds ``var`` for the statements that follow it in the same block."""
+
+    var: Var
+    value: Expr
+    loc: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Store:
+    """``buffer[indices] = value``."""
+
+    buffer: str
+    indices: tuple[Expr, ...]
+    value: Expr
+    loc: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Copy:
+    """A transfer by one of the copy pipes; converts when the dtypes differ.
+
+    ``attrs`` may hold
+
+    * ``transpose``: the source is read transposed in its last two dimensions;
+    * ``dual``: ``"rows"`` or ``"columns"``. The copy is done by, or for, the two vector units of a core. One side is the full
+      tile, in L0C, L1 or GM; the other, in the unified buffer, is half of it in the dimension that ``dual`` names (the last
+      but one or the last; the only one of a vector, which counts as ``"columns"``), and vector unit ``u`` has half ``u`` of
+      the tile. With ``double`` the *destination* is the full tile and the source region each unit's half; without it the
+      *source* is the full tile and the destination region each unit's half. Only the full side reaches over array edges;
+    * ``pad``: an expression: rows are padded to 32 bytes with it;
+
+    and hints that have no effect on the result.
+    """
+
+    src: Region
+    dst: Region
+    attrs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    loc: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Gemm:
+    """``c = a @ b`` (added to ``c`` unless ``clear``), operands in L1 or in L0A and L0B, ``c`` in L0C."""
+
+    a: Region
+    b: Region
+    c: Region
+    transpose_a: bool
+    transpose_b: bool
+    clear: Expr
+    attrs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    loc: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Fill:
+    """Every element of ``dst`` becomes ``value``."""
+
+    dst: Region
+    value: Expr
+    loc: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Simt:
+    """A SIMT region: ``parallel`` loops are iteration spaces, other statements run in every thread."""
+
+    threads: tuple[Var, ...]
+    extents: tuple[int, ...]
+    body: tuple[Stmt, ...]
+    loc: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Simd:
+    """A SIMD region: vector registers of 256 bytes."""
+
+    body: tuple[Stmt, ...]
+    loc: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """Any other operation, by its name in the kernel language: reductions, atomics, register operations, flags."""
+
+    name: str
+    args: tuple[Expr | Region | str, ...]
+    attrs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    loc: str | None = None
+
+
+Stmt = For | While | If | Let | Store | Copy | Gemm | Fill | Simt | Simd | Op
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One kernel.
+
+    Attributes:
+      name: the kernel's name.
+      params: names of its GM buffers, in the order of the kernel's signature.
+      buffers: every buffer by name, parameters included.
+      block: the block index variable.
+      blocks: number of blocks of the grid.
+      body: the statements of one block.
+      unit: variable of the vector unit's index (``sid``) where the kernel names it, else None.
+      units: how many vector units a block uses.
+      source: file that defines the kernel, if known.
+    """
+
+    name: str
+    params: tuple[str, ...]
+    buffers: dict[str, Buffer]
+    block: Var
+    blocks: int | Expr
+    body: tuple[Stmt, ...]
+    unit: Var | None = None
+    units: int = 2
+    source: str | None = None
+
+
+# --- traversal -----------------------------------------------------------------------------------------------------
+
+
+def blocks_of(stmt: Stmt) -> tuple[tuple[Stmt, ...], ...]:
+    """The statement blocks nested directly in ``stmt``."""
+    if isinstance(stmt, If):
+        return (stmt.then, stmt.orelse)
+    return (stmt.body,) if isinstance(stmt, For | While | Simt | Simd) else ()
+
+
+def walk(body: tuple[Stmt, ...]) -> Iterator[Stmt]:
+    """Every statement of ``body``, outer before inner, in program order."""
+    for stmt in body:
+        yield stmt
+        for block in blocks_of(stmt):
+            yield from walk(block)
+
+
+def subexpressions(node: Any) -> Iterator[Expr]:
+    """Every expression inside ``node`` (a statement, region or expression), itself included, outer before inner.
+
+    Does not enter the statement blocks nested in a statement.
+    """
+    if isinstance(node, Expr):
+        yield node
+    if isinstance(node, tuple | list):
+        for item in node:
+            yield from subexpressions(item)
+    elif isinstance(node, dict):
+        for item in node.values():
+            yield from subexpressions(item)
+    elif dataclasses.is_dataclass(node):
+        for field in dataclasses.fields(node):
+            if field.name not in ("body", "then", "orelse") or not isinstance(node, For | While | If | Simt | Simd):
+                yield from subexpressions(getattr(node, field.name))
+
+
+# --- JSON ----------------------------------------------------------------------------------------------------------
+
+_NODES = {
+    cls.__name__: cls
+    for cls in (
+        Const, Var, Load, Binary, Cast, Select, Call, Buffer, Region,
+        For, While, If, Let, Store, Copy, Gemm, Fill, Simt, Simd, Op, Program,
+    )
+}  # fmt: skip
+
+
+def _default(field: dataclasses.Field) -> Any:
+    """What a field left out of the text holds: its default, or an empty tuple."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return () if field.default is dataclasses.MISSING else field.default
+
+
+def _is_default(field: dataclasses.Field, value: Any) -> bool:
+    default = _default(field)
+    return type(value) is type(default) and value == default
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, Space):
+        return {"@": "Space", "value": value.value}
+    if dataclasses.is_dataclass(value):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if not _is_default(f, getattr(value, f.name))}
+        return {"@": type(value).__name__} | {name: _encode(item) for name, item in fields.items()}
+    if isinstance(value, tuple):
+        return [_encode(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _encode(item) for key, item in value.items()}
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return {"@": "float", "value": repr(value)}
+    return value
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(_decode(item) for item in value)
+    if not isinstance(value, dict):
+        return value
+    tag = value.get("@")
+    fields = {key: _decode(item) for key, item in value.items() if key != "@"}
+    if tag == "Space":
+        return Space(fields["value"])
+    if tag == "float":
+        return float(fields["value"])
+    if tag is None:
+        return fields
+    cls = _NODES[tag]
+    return cls(**{field.name: _default(field) for field in dataclasses.fields(cls)} | fields)
+
+
+def to_json(program: Program) -> str:
+    """``program`` as JSON text, deterministic."""
+    return json.dumps(_encode(program), separators=(",", ":"), allow_nan=False)
+
+
+def from_json(text: str) -> Program:
+    """The program that :func:`to_json` wrote."""
+    return _decode(json.loads(text))

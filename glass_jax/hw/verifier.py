@@ -1,0 +1,59 @@
+"""Finds in a kernel what the hardware would reject or silently get wrong, before there is hardware.
+
+The kernel compiler checks little of this: it emits code for buffers that do not fit. The rules are in
+``glass_jax.hw.rules``; each says what the hardware does. They report what is certain: an extent known only at run time
+is not judged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from glass_jax import errors
+from glass_jax.hw import memory as mem
+from glass_jax.hw import program as ir
+from glass_jax.hw.chips import Chip
+from glass_jax.hw.program import Allocation
+from glass_jax.hw.rules import copies, cube, sync
+from glass_jax.hw.rules import memory as memory_rules
+from glass_jax.hw.rules.base import Rule, Subject, Violation
+
+RULES: tuple[Rule, ...] = (*memory_rules.RULES, *cube.RULES, *copies.RULES, *sync.RULES)
+_OVERFLOWS = ("memory-overflow", "l0-overflow")
+
+
+def verify(program: ir.Program, chip: Chip, memory: Sequence[Allocation] | None = None) -> list[Violation]:
+    """What ``chip`` cannot take in ``program``.
+
+    Args:
+      program: the kernel.
+      chip: the chip it is to run on.
+      memory: the compiler's memory map; None takes the upper bound of ``glass_jax.hw.memory.allocations``.
+
+    Returns:
+      The violations, by rule in the order of :data:`RULES`; empty if there are none.
+    """
+    subject = Subject(program, chip, memory_of(program, chip, memory))
+    return [violation for rule in RULES for violation in rule.violations(subject)]
+
+
+def memory_of(program: ir.Program, chip: Chip, memory: Sequence[Allocation] | None) -> tuple[Allocation, ...]:
+    """The memory map that :func:`verify` judges, thread contexts of SIMT regions included."""
+    return mem.with_thread_contexts(mem.allocations(program) if memory is None else memory, program, chip)
+
+
+def check(program: ir.Program, chip: Chip, memory: Sequence[Allocation] | None = None) -> None:
+    """Raises unless ``chip`` can take ``program``; the arguments are those of :func:`verify`.
+
+    Raises:
+      OutOfOnChipMemoryError: buffers do not fit; the message holds the memory map.
+      HardwareConstraintError: any other violation.
+    """
+    violations = verify(program, chip, memory)
+    if not violations:
+        return
+    lines = [f"kernel {program.name} cannot run on {chip.name}:", *map(str, violations)]
+    if any(violation.rule in _OVERFLOWS for violation in violations):
+        lines.append(mem.memory_map(memory_of(program, chip, memory), chip))
+        raise errors.OutOfOnChipMemoryError("\n".join(lines))
+    raise errors.HardwareConstraintError("\n".join(lines))

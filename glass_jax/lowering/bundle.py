@@ -1,0 +1,224 @@
+"""``glass.export``: a JAX function as a folder that a machine with an NPU can build and run."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.resources
+import json
+import os
+import pathlib
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax import export as jax_export
+from jax.interpreters import mlir
+
+from glass_jax import errors
+from glass_jax.lowering import artifact, ascend
+
+FORMAT = "glass_jax bundle"
+PLATFORMS = ("ascend", "cpu", "cuda", "rocm", "tpu")
+RUNTIME = (
+    "Makefile", "README.md", "glass_ffi_handler.cc", "glass_ffi_handler.h", "glass_launch.cc", "glass_launch.h",
+)  # fmt: skip
+
+
+def export(
+    fn: Callable[..., Any], *args: Any, path: str | os.PathLike[str], platforms: Sequence[str] = (ascend.PLATFORM,)
+) -> pathlib.Path:
+    """Writes ``fn``, lowered for ``args``, as a bundle.
+
+    The bundle is a folder: ``module.stablehlo`` (what ``jax.export.deserialize`` reads), ``kernels/<sha256>.asc`` (the
+    Ascend C of every kernel that the module launches), ``manifest.json`` (signatures of the function and the kernels,
+    launch parameters, versions) and ``runtime/`` (the XLA FFI handler that launches the kernels, and how to build it).
+    Its bytes depend on the function, the shapes, the active configuration and the versions of the compilers, and on
+    nothing else: not on the time, the machine, the folder or line of the source, or the state of the kernel cache.
+
+    Args:
+      fn: the function; one that is already jitted keeps its options.
+      *args: its arguments, arrays or ``jax.ShapeDtypeStruct``, sharded or not; shapes, dtypes and shardings count.
+      path: the folder to write. A bundle that is there already is replaced as a whole; anything else is refused.
+      platforms: what to lower for, of ``"ascend"``, ``"cpu"``, ``"cuda"``, ``"rocm"`` and ``"tpu"``. With ``"cpu"``
+        among them, the reloaded module also runs without an NPU.
+
+    Returns:
+      The folder's path.
+
+    Raises:
+      HardwareConstraintError: ``platforms`` names an unknown platform, or none.
+      UnsupportedError: the function calls back into Python: a host callback, or a kernel that ``jit`` splits over Auto
+        mesh axes.
+      GlassError: ``path`` exists and is not a bundle.
+    """
+    path = pathlib.Path(path)
+    _check_platforms(platforms)
+    _check_replaceable(path)
+    exported = _lower(fn, args, platforms)
+    kernels = _kernels(exported)
+    files = {f"kernels/{sha}.asc": artifact.find(sha).source.encode() for sha in kernels}
+    files["module.stablehlo"] = bytes(exported.serialize())
+    files["manifest.json"] = (json.dumps(_manifest(exported, kernels), indent=2, sort_keys=True) + "\n").encode()
+    sources = importlib.resources.files("glass_jax.lowering") / "runtime"
+    files |= {f"runtime/{name}": (sources / name).read_bytes() for name in RUNTIME}
+    _write(path, files)
+    return path
+
+
+def _check_platforms(platforms: Sequence[str]) -> None:
+    unknown = [platform for platform in platforms if platform not in PLATFORMS]
+    if isinstance(platforms, str) or unknown or not platforms:
+        raise errors.HardwareConstraintError(
+            f"{platforms=} must be a sequence of one or more of {', '.join(PLATFORMS)}"
+        )
+
+
+def _check_replaceable(path: pathlib.Path) -> None:
+    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        if json.loads((path / "manifest.json").read_text()).get("format") == FORMAT:
+            return
+    raise errors.GlassError(
+        f"{path} exists and is not a bundle of glass.export, so it is left alone: choose another path, or remove it"
+    )
+
+
+# --- the module ----------------------------------------------------------------------------------------------------
+
+# Part of JAX's trace key: an earlier use of the function may have left a lowering with source locations in JAX's cache.
+_exporting = jax.make_user_context(default_value=False)
+_location_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def _without_source_locations() -> Iterator[None]:
+    """Functions lowered inside carry the names of their operations, but no files and lines."""
+    with _location_lock, _exporting(True):
+        limit = jax.config.jax_traceback_in_locations_limit
+        jax.config.update("jax_traceback_in_locations_limit", 0)
+        try:
+            yield
+        finally:
+            jax.config.update("jax_traceback_in_locations_limit", limit)
+
+
+def _lower(fn: Callable[..., Any], args: tuple[Any, ...], platforms: Sequence[str]) -> jax_export.Exported:
+    function = fn if isinstance(fn, jax.stages.Wrapped) else jax.jit(fn)
+    checks = [jax_export.DisabledSafetyCheck.custom_call(ascend.TARGET)]
+    try:
+        with _without_source_locations():
+            return jax_export.export(function, platforms=tuple(platforms), disabled_checks=checks)(*args)
+    except NotImplementedError as error:
+        if "host_callbacks" not in str(error):
+            raise
+        raise errors.UnsupportedError(
+            "the function cannot be exported, because it calls back into Python: by a host callback (jax.debug.print, "
+            "jax.pure_callback), or by an operation that jit partitions over several devices by itself; write the "
+            "latter with jax.shard_map over the mesh axes that its operands are sharded on"
+        ) from error
+
+
+def _custom_calls(module: mlir.ir.Module) -> list[mlir.ir.Operation]:
+    """The launches of kernels in ``module``, in program order; valid as long as ``module`` is."""
+    found = []
+
+    def visit(operation: mlir.ir.Operation) -> mlir.ir.WalkResult:
+        is_call = operation.name == "stablehlo.custom_call"
+        if is_call and operation.attributes["call_target_name"].value == ascend.TARGET:
+            found.append(operation)
+        return mlir.ir.WalkResult.ADVANCE
+
+    module.operation.walk(visit)
+    return found
+
+
+def _kernels(exported: jax_export.Exported) -> dict[str, Any]:
+    """The manifest's entry of every kernel of the module, by its sha256.
+
+    One source may be launched in several ways, since its shapes need not appear in it: the module says which.
+    """
+    kernels: dict[str, Any] = {}
+    with mlir.make_ir_context():
+        module = mlir.ir.Module.parse(exported.mlir_module())
+        for operation in _custom_calls(module):
+            made = artifact.find(operation.attributes["mhlo.backend_config"]["kernel"].value)
+            kernel = kernels.setdefault(
+                made.sha, {"arch": made.arch, "entry": made.entry, "launches": [], "versions": made.versions}
+            )
+            launch = _launch(operation, made)
+            if launch not in kernel["launches"]:
+                kernel["launches"].append(launch)
+    return kernels
+
+
+def _launch(operation: mlir.ir.Operation, made: artifact.Artifact) -> dict[str, Any]:
+    """The manifest's entry of one custom call of the kernel ``made``."""
+    config = operation.attributes["mhlo.backend_config"]
+    arguments = sorted(made.arguments, key=lambda argument: argument.output)  # operands, then results
+    shapes = [mlir.ir.RankedTensorType(value.type).shape for value in (*operation.operands, *operation.results)]
+    return {name: config[name].value for name in ("block_dim", "dynamic_ub_bytes", "workspace_bytes")} | {
+        "arguments": [
+            {"name": argument.name, "dtype": argument.dtype, "output": argument.output, "shape": list(shape)}
+            for argument, shape in zip(arguments, shapes, strict=True)
+        ],
+        "launch_order": list(mlir.ir.DenseIntElementsAttr(config["launch_order"])),
+    }
+
+
+# --- the manifest --------------------------------------------------------------------------------------------------
+
+
+def _manifest(exported: jax_export.Exported, kernels: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "abi": ascend.ABI,
+        "custom_call": ascend.TARGET,
+        "format": FORMAT,
+        "function": {
+            "devices": exported.nr_devices,
+            "inputs": _signature("args", jax.tree_util.tree_unflatten(exported.in_tree, exported.in_avals)[0]),
+            "name": exported.fun_name,
+            "outputs": _signature("result", jax.tree_util.tree_unflatten(exported.out_tree, exported.out_avals)),
+            "platforms": list(exported.platforms),
+        },
+        "kernels": kernels,
+        "versions": {package: importlib.metadata.version(package) for package in ("jax", "jaxlib")}
+        | {"calling_convention": exported.calling_convention_version},
+    }
+
+
+def _signature(name: str, avals: Any) -> list[dict[str, Any]]:
+    """Path, shape and dtype of every leaf of the tree ``avals``, called ``name``."""
+    return [
+        {
+            "dtype": str(aval.dtype),
+            "path": name + jax.tree_util.keystr(path),
+            "shape": [size if isinstance(size, int) else str(size) for size in aval.shape],
+        }
+        for path, aval in jax.tree_util.tree_leaves_with_path(avals)
+    ]
+
+
+# --- the folder ----------------------------------------------------------------------------------------------------
+
+
+def _write(path: pathlib.Path, files: dict[str, bytes]) -> None:
+    """Makes ``path`` a folder of exactly ``files``; a reader sees the old folder or the new one, never a part of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as staging:
+        new, old = pathlib.Path(staging, "new"), pathlib.Path(staging, "old")
+        (new / "kernels").mkdir(parents=True)
+        for name, content in sorted(files.items()):
+            (new / name).parent.mkdir(exist_ok=True)
+            (new / name).write_bytes(content)
+        if path.exists():
+            path.rename(old)
+        try:
+            new.rename(path)
+        except OSError:
+            if old.exists():
+                old.rename(path)
+            raise

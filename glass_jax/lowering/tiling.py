@@ -1,0 +1,245 @@
+"""Tile sizes of the matrix product: which fit a chip's memories, and which of those take the least time.
+
+The time is a model, good enough to rank tiles: every number comes from ``glass_jax.hw.chips``, cycles are those of one core,
+and within a core the cube, the copies into it and the copies from global memory overlap, so the slowest of them counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+
+from glass_jax import errors
+from glass_jax.hw import chips
+from glass_jax.hw.memory import bits
+from glass_jax.hw.program import Space
+
+SIMT_CONTEXT_BYTES = 32 * 1024  # what the thread contexts of a SIMT region take of the unified buffer on dav-3510
+MAD_HEAD_CYCLES = 6  # start of one cube instruction
+
+_BLOCKS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+_BLOCK_K_BYTES = (64, 128, 256, 512, 1024)
+_STAGES = (4, 2)
+_GM_FULL_RATE_BYTES = 512  # global memory gives its full rate to rows of this size
+_GM_SHORT_ROW_RATE = 0.7  # and this part of it to the shortest
+_COPY_HEAD_BYTES = 16 * 1024 // 10  # what the start of a copy costs: a transfer of 16 KiB reaches nine tenths of the rate
+_VECTOR_BYTES = 256  # width of a vector register
+_EPILOGUE_VECTOR_OPS = 12  # vector instructions an epilogue costs for each register of accumulators, roughly
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class GemmTiles:
+    """Tile sizes of a matrix product.
+
+    Attributes:
+      block_m, block_n: rows and columns of the result that a core computes at a time, multiples of 16.
+      block_k: depth of the operand tiles in L1.
+      stages: versions of the operand tiles in L1, at least 2 for copies to overlap the cube.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    stages: int = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class GemmProblem:
+    """What decides the tiles: ``[batch, m, k] x [batch, k, n]`` and what follows it.
+
+    Attributes:
+      batch, m, n, k: extents.
+      operand_bytes, out_bytes: bytes of one element.
+      cube_dtype: operand type, as ``Chip.cube_k`` names it.
+      epilogue: whether the vector units work on the accumulators before they are stored.
+      lhs_row, rhs_row: ``"m"`` or ``"k"``, ``"n"`` or ``"k"``: the dimension that is contiguous in global memory.
+    """
+
+    batch: int
+    m: int
+    n: int
+    k: int
+    operand_bytes: int
+    out_bytes: int
+    cube_dtype: str
+    epilogue: bool
+    lhs_row: str = "k"
+    rhs_row: str = "n"
+
+
+@dataclasses.dataclass(frozen=True)
+class GemmPlan:
+    """Tiles with how many versions of each buffer are kept.
+
+    Attributes:
+      tiles: the tile sizes.
+      cores: number of blocks to launch.
+      accumulators: versions of the accumulator tile in L0C; with 2 the cube starts the next tile while one is stored.
+      vectors: versions of the epilogue's buffers in the unified buffer.
+    """
+
+    tiles: GemmTiles
+    cores: int
+    accumulators: int
+    vectors: int
+
+
+def block_count(problem: GemmProblem, tiles: GemmTiles) -> int:
+    """Number of result tiles."""
+    return problem.batch * -(-problem.m // tiles.block_m) * -(-problem.n // tiles.block_n)
+
+
+def l0_depth(tiles: GemmTiles, operand_bytes: int, chip: chips.Chip) -> int:
+    """Depth of the L0 tiles that a product of two L1 tiles is cut into, or 0 if none fits.
+
+    It is the largest multiple of 32 bytes that divides ``block_k`` and leaves both L0 memories room for two versions.
+    """
+    c0 = chips.C0_BYTES // operand_bytes
+    room_a = chip.capacity(Space.L0A) // 2 // (tiles.block_m * operand_bytes)
+    room_b = chip.capacity(Space.L0B) // 2 // (tiles.block_n * operand_bytes)
+    depth = min(room_a, room_b, tiles.block_k) // c0 * c0
+    while depth > 0 and tiles.block_k % depth:
+        depth -= c0
+    return depth
+
+
+def _room(problem: GemmProblem, tiles: GemmTiles) -> dict[Space, int]:
+    """Bytes of one version of what each memory holds; all stages of the operand tiles."""
+    tile = tiles.block_m * tiles.block_n
+    half_tile, row = tile // 2, tiles.block_n * 4  # each of the two vector units works on half of the rows
+    return {
+        Space.L1: tiles.stages * (tiles.block_m + tiles.block_n) * tiles.block_k * problem.operand_bytes,
+        Space.L0C: tile * 4,
+        Space.UB: half_tile * (4 + problem.out_bytes) + row if problem.epilogue else 0,
+    }
+
+
+def _capacity(problem: GemmProblem, chip: chips.Chip) -> dict[Space, int]:
+    reserved = SIMT_CONTEXT_BYTES if problem.epilogue else 0
+    return {
+        Space.L1: chip.capacity(Space.L1),
+        Space.L0C: chip.capacity(Space.L0C),
+        Space.UB: chip.capacity(Space.UB) - reserved,
+    }
+
+
+def plan(problem: GemmProblem, tiles: GemmTiles, chip: chips.Chip) -> GemmPlan:
+    """How ``tiles`` are laid out on ``chip``.
+
+    Raises:
+      OutOfOnChipMemoryError: they do not fit.
+      HardwareConstraintError: they are not what the cube takes.
+    """
+    c0 = chips.C0_BYTES // problem.operand_bytes
+    for name, size, multiple in (
+        ("block_m", tiles.block_m, chips.CUBE_M),
+        ("block_n", tiles.block_n, chips.CUBE_N),
+        ("block_k", tiles.block_k, c0),
+        ("stages", tiles.stages, 1),
+    ):
+        if size <= 0 or size % multiple:
+            raise errors.HardwareConstraintError(f"gemm tiles: {name}={size} must be a positive multiple of {multiple}")
+    need, have = _room(problem, tiles), _capacity(problem, chip)
+    if not l0_depth(tiles, problem.operand_bytes, chip):
+        need[Space.L0A] = 2 * tiles.block_m * chips.C0_BYTES
+        need[Space.L0B] = 2 * tiles.block_n * chips.C0_BYTES
+        have |= {space: chip.capacity(space) for space in (Space.L0A, Space.L0B)}
+    over = [f"{space.value} {need[space]} of {have[space]} bytes" for space in need if need[space] > have[space]]
+    if over:
+        raise errors.OutOfOnChipMemoryError(
+            f"gemm tiles {tiles.block_m}x{tiles.block_n}x{tiles.block_k} with {tiles.stages} stages of "
+            f"{problem.operand_bytes}-byte operands do not fit {chip.name}: {'; '.join(over)}. Take smaller tiles or fewer stages"
+        )
+    cores = min(chip.cube_cores, block_count(problem, tiles))
+    several = block_count(problem, tiles) > cores  # a core that computes one tile has nothing to overlap its store with
+    accumulators = 2 if several and 2 * need[Space.L0C] <= have[Space.L0C] else 1
+    vectors = 2 if several and 2 * need[Space.UB] <= have[Space.UB] else 1
+    return GemmPlan(tiles, cores, accumulators, vectors)
+
+
+def _gm_cycles(rows: int, row_bytes: int, bytes_per_cycle: float) -> float:
+    """Cycles to read or write ``rows`` rows of global memory at a peak rate of ``bytes_per_cycle``."""
+    rate = _GM_SHORT_ROW_RATE + (1 - _GM_SHORT_ROW_RATE) * min(1.0, row_bytes / _GM_FULL_RATE_BYTES)
+    return (rows * row_bytes / rate + _COPY_HEAD_BYTES) / bytes_per_cycle
+
+
+def estimate_cycles(problem: GemmProblem, plan: GemmPlan, chip: chips.Chip) -> float:
+    """Cycles that the product takes on ``chip``, for ranking tiles; ``glass_jax.hw`` has the timing model."""
+    # However the tiles are cut, each operand is read from global memory once.
+    once = problem.operand_bytes * (problem.m + problem.n) * problem.k + problem.out_bytes * problem.m * problem.n
+    memory = problem.batch * once / chip.gm_bytes_per_second * chip.clock_mhz * 1e6
+    return max(_pipeline_cycles(problem, plan, chip), memory)
+
+
+def _pipeline_cycles(problem: GemmProblem, plan: GemmPlan, chip: chips.Chip) -> float:
+    """Cycles of one core: its tiles one after the other, the slowest pipe of each step counted."""
+    tiles, size = plan.tiles, problem.operand_bytes
+    depth = l0_depth(tiles, size, chip)
+    squares = tiles.block_m // chips.CUBE_M * (tiles.block_n // chips.CUBE_N)
+    cube = tiles.block_k // depth * (MAD_HEAD_CYCLES + squares * -(-depth // chip.cube_k[problem.cube_dtype]))
+    fill = tiles.block_m * tiles.block_k * size / chip.bytes_per_cycle[Space.L1, Space.L0A]
+    fill += tiles.block_n * tiles.block_k * size / chip.bytes_per_cycle[Space.L1, Space.L0B]
+
+    # Operands come through L2, whose rate the cores share.
+    l2_rate = chip.l2_bytes_per_second / chip.cube_cores / (chip.clock_mhz * 1e6)
+    extent = {"m": min(tiles.block_m, problem.m), "n": min(tiles.block_n, problem.n), "k": min(tiles.block_k, problem.k)}
+    lhs_rows, rhs_rows = extent["k" if problem.lhs_row == "m" else "m"], extent["k" if problem.rhs_row == "n" else "n"]
+    load = _gm_cycles(lhs_rows, extent[problem.lhs_row] * size, l2_rate)
+    load += _gm_cycles(rhs_rows, extent[problem.rhs_row] * size, l2_rate)
+
+    store = tiles.block_m * tiles.block_n * 4 / chip.bytes_per_cycle[Space.L0C, Space.UB]
+    store += _gm_cycles(extent["m"], extent["n"] * problem.out_bytes, l2_rate)
+    if problem.epilogue:
+        store += _EPILOGUE_VECTOR_OPS * tiles.block_m * tiles.block_n * 4 / 2 / _VECTOR_BYTES
+    tile = load + -(-problem.k // tiles.block_k) * max(cube, fill, load)
+    waves = -(-block_count(problem, tiles) // plan.cores)
+    return waves * max(tile, store) + store if plan.accumulators == 2 else waves * (tile + store)
+
+
+def _candidates(problem: GemmProblem) -> list[GemmTiles]:
+    c0 = chips.C0_BYTES // problem.operand_bytes
+
+    def useful(blocks: tuple[int, ...], size: int, multiple: int) -> list[int]:
+        padded = -(-size // multiple) * multiple
+        return [block for block in blocks if block <= padded] or [blocks[0]]
+
+    depths = useful(tuple(n // problem.operand_bytes for n in _BLOCK_K_BYTES), problem.k, 2 * c0)
+    rows, columns = (useful(_BLOCKS, size, chips.CUBE_M) for size in (problem.m, problem.n))
+    return list(itertools.starmap(GemmTiles, itertools.product(rows, columns, depths, _STAGES)))
+
+
+@functools.lru_cache(maxsize=1024)
+def choose(problem: GemmProblem, chip_name: str) -> GemmTiles:
+    """The tiles with the least estimated time for ``problem``.
+
+    Among equals, which there are where global memory is the limit: the least time of a core, the most stages, the largest
+    blocks.
+
+    Raises:
+      HardwareConstraintError: the cube of the chip does not take the operands.
+      UnsupportedError: no code is generated for the chip.
+    """
+    chip = chips.get(chip_name)
+    if not chip.has_generator:
+        raise errors.UnsupportedError(
+            f"gemm tiles are chosen for chips that code is generated for, and {chip.name} ({chip.arch}) is none: pass tiles"
+        )
+    if problem.cube_dtype not in chip.cube_k:
+        raise errors.HardwareConstraintError(
+            f"the cube of {chip.name} does not take {problem.cube_dtype}; it takes {', '.join(chip.cube_k)}"
+        )
+    ranked = []
+    for tiles in _candidates(problem):
+        try:
+            fitting = plan(problem, tiles, chip)
+        except errors.OutOfOnChipMemoryError:
+            continue
+        cycles = estimate_cycles(problem, fitting, chip), _pipeline_cycles(problem, fitting, chip)
+        ranked.append((*cycles, -tiles.stages, -tiles.block_m * tiles.block_n, -tiles.block_k, tiles))
+    return min(ranked)[-1]
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of one element of ``dtype``."""
+    return bits(dtype) // 8

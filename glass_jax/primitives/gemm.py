@@ -1,0 +1,309 @@
+"""``gemm``: matrix product with bias and activation, as a JAX primitive.
+
+The primitive works on operands of one rank whose batch dimensions are equal or 1, as ``jnp.matmul`` broadcasts them; the
+public function brings its arguments to that form. An operand with a 1 stands for all positions of that dimension and is
+never copied, which is how ``vmap`` treats operands it does not map over.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.interpreters import ad
+
+from glass_jax import config, errors
+from glass_jax.lowering.tiled import gemm as tiled
+from glass_jax.lowering.xla import gemm as formula
+from glass_jax.primitives import axes
+from glass_jax.primitives.operation import Operation
+
+ACTIVATIONS = (None, "relu", "gelu", "silu")
+_FLOAT8 = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
+_FLOATS = tuple(map(jnp.dtype, (jnp.float64, jnp.float32, jnp.float16, jnp.bfloat16)))
+_OPERANDS = (*_FLOATS, *_FLOAT8, jnp.dtype(jnp.int8))
+
+
+@dataclasses.dataclass(frozen=True)
+class Params:
+    """Static parameters of the primitive; see :func:`glass_jax.lowering.xla.gemm.gemm` for the first four."""
+
+    out_dtype: jnp.dtype
+    transpose_lhs: bool = False
+    transpose_rhs: bool = False
+    activation: str | None = None
+    implementation: str | None = None
+    chip: str = "950DT"
+    alignment: str = "pad"
+
+    @property
+    def statics(self) -> dict:
+        """The parameters of the formula."""
+        names = ("out_dtype", "transpose_lhs", "transpose_rhs", "activation")
+        return {name: getattr(self, name) for name in names}
+
+
+def gemm(
+    lhs: jax.typing.ArrayLike,
+    rhs: jax.typing.ArrayLike,
+    *,
+    bias: jax.typing.ArrayLike | None = None,
+    activation: str | None = None,
+    transpose_rhs: bool = False,
+    preferred_element_type: jax.typing.DTypeLike | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """``activation(lhs @ rhs + bias)``, with one rounding at the end.
+
+    Equivalent, up to summation order, to::
+
+        y = jnp.matmul(lhs, rhs, preferred_element_type=jnp.float32) + bias   # int32 for int8 operands
+        return activation(y).astype(preferred_element_type)
+
+    Works under ``jit``, ``vmap``, ``grad``, ``jvp``, ``jax.checkpoint``, ``shard_map`` and on meshes with Auto or
+    Explicit axes: M, N and batch dimensions stay sharded as they are, a sharded K ends in one all-reduce of the result.
+
+    Args:
+      lhs: ``[*batch, M, K]``; float32, float16, bfloat16, float8_e4m3fn, float8_e5m2 or int8 (float64 on ``"xla"``).
+      rhs: ``[K, N]`` or ``[*batch, K, N]`` (``[N, K]`` with ``transpose_rhs``). Batch dimensions broadcast as in NumPy.
+        The two fp8 formats mix freely, and so do the wider floats (the product is of their promoted type).
+      bias: ``[N]`` or ``[*batch, N]``, a float, or int32 for int8 operands; added before the activation.
+      activation: ``"relu"``, ``"gelu"`` (the tanh form, like ``jax.nn.gelu``), ``"silu"`` or None; int8: relu or None.
+      transpose_rhs: ``rhs`` holds ``[N, K]``.
+      preferred_element_type: type of the result. Default: the operands' type; float32 for fp8, int32 for int8.
+      implementation: ``"xla"``, ``"npu_model"`` or ``"ascend"``; default: ``glass.configure``'s, else by platform.
+
+    Returns:
+      ``[*batch, M, N]``.
+
+    Raises:
+      HardwareConstraintError: (a ValueError) shapes that do not fit each other, dtypes with no meaning, or, with
+        ``glass.configure(alignment="strict")``, a dimension that the hardware cannot take as it is.
+      UnsupportedError: float64 on the NPU.
+    """
+    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+    if lhs.ndim < 2 or rhs.ndim < 2:
+        raise errors.HardwareConstraintError(
+            f"gemm multiplies matrices: lhs has shape {lhs.shape} and rhs {rhs.shape}; "
+            "add a dimension to a vector with x[None, :] or x[:, None]"
+        )
+    k_lhs, (k_rhs, n) = lhs.shape[-1], rhs.shape[:-3:-1] if transpose_rhs else rhs.shape[-2:]
+    if k_lhs != k_rhs:
+        other = rhs.shape[-2:] if not transpose_rhs else (n, k_rhs)
+        hint = "transpose_rhs=True" if not transpose_rhs and rhs.shape[-1] == k_lhs else "a matching rhs"
+        raise errors.HardwareConstraintError(
+            f"gemm: K of lhs is {k_lhs} (lhs {lhs.shape}) and K of rhs is {k_rhs} (rhs [..., {other[0]}, {other[1]}], "
+            f"{transpose_rhs=}): pass {hint}"
+        )
+    dtype = _operand_dtype(lhs.dtype, rhs.dtype)
+    out_dtype = _result_dtype(dtype, preferred_element_type)
+    if activation not in ACTIVATIONS or (dtype == jnp.int8 and activation not in (None, "relu")):
+        allowed = "relu or None" if dtype == jnp.int8 else "relu, gelu, silu or None"
+        raise errors.HardwareConstraintError(f"gemm: {activation=} with {dtype} operands; use {allowed}")
+    if lhs.dtype not in _FLOAT8:
+        lhs, rhs = lhs.astype(dtype), rhs.astype(dtype)
+
+    try:
+        batch = np.broadcast_shapes(lhs.shape[:-2], rhs.shape[:-2])
+    except ValueError as error:
+        raise errors.HardwareConstraintError(
+            f"gemm: batch dimensions {lhs.shape[:-2]} of lhs and {rhs.shape[:-2]} of rhs do not broadcast"
+        ) from error
+    operands = [_with_rank(lhs, len(batch) + 2), _with_rank(rhs, len(batch) + 2)]
+    if bias is not None:
+        operands.append(_with_rank(_checked_bias(jnp.asarray(bias), dtype, batch, n), len(batch) + 1))
+
+    options = config.current()
+    config.check_implementation(implementation)
+    params = Params(
+        out_dtype=out_dtype,
+        transpose_rhs=transpose_rhs,
+        activation=activation,
+        implementation=implementation or options.implementation,
+        chip=options.chip,
+        alignment=options.alignment,
+    )
+    return GEMM.bind(*operands, params=params)
+
+
+def _operand_dtype(lhs: jnp.dtype, rhs: jnp.dtype) -> jnp.dtype:
+    """The type both operands are multiplied in."""
+    for name, dtype in (("lhs", lhs), ("rhs", rhs)):
+        if dtype not in _OPERANDS:
+            raise errors.HardwareConstraintError(
+                f"gemm: {name} is {dtype}; use float32, float16, bfloat16, float8_e4m3fn, float8_e5m2 or int8"
+            )
+    if lhs == rhs or (lhs in _FLOAT8 and rhs in _FLOAT8):
+        return lhs
+    if lhs in _FLOATS and rhs in _FLOATS:
+        return jnp.promote_types(lhs, rhs)
+    raise errors.HardwareConstraintError(f"gemm: {lhs} times {rhs} has no meaning without a scale; cast one of them")
+
+
+def _result_dtype(operand: jnp.dtype, preferred: jax.typing.DTypeLike | None) -> jnp.dtype:
+    if preferred is None:
+        if operand in _FLOATS:
+            return operand
+        return formula.accumulator(operand)
+    preferred = jax.dtypes.canonicalize_dtype(preferred)
+    allowed = (jnp.dtype(jnp.int32),) if operand == jnp.int8 else _FLOATS
+    if preferred not in allowed:
+        names = ", ".join(map(str, allowed[::-1]))
+        raise errors.HardwareConstraintError(
+            f"gemm: preferred_element_type={preferred} of {operand} operands; use one of {names}"
+        )
+    return preferred
+
+
+def _checked_bias(bias: jax.Array, dtype: jnp.dtype, batch: tuple[int, ...], n: int) -> jax.Array:
+    """``bias`` in the accumulator's type."""
+    shapes_fit = bias.ndim >= 1 and bias.shape[-1] == n and bias.ndim <= len(batch) + 1
+    if shapes_fit:
+        shapes_fit = all(b in (1, full) for b, full in zip(bias.shape[-2::-1], batch[::-1], strict=False))
+    if not shapes_fit:
+        expected = f"({n},)" + (f" or {(*batch, n)}" if batch else "")
+        raise errors.HardwareConstraintError(f"gemm: bias has shape {bias.shape}; expected {expected}")
+    accumulator = formula.accumulator(dtype)
+    if bias.dtype != accumulator and not (bias.dtype in _FLOATS and accumulator in _FLOATS):
+        raise errors.HardwareConstraintError(
+            f"gemm: bias is {bias.dtype}, added to sums of {dtype} products; pass {accumulator}"
+        )
+    return bias.astype(accumulator)
+
+
+def _with_rank(x: jax.Array, ndim: int) -> jax.Array:
+    return lax.expand_dims(x, range(ndim - x.ndim))
+
+
+def _product(lhs: jax.Array, rhs: jax.Array, params: Params, **changes: object) -> jax.Array:
+    """A plain product as ``params`` say, operands of different floating types promoted."""
+    if lhs.dtype != rhs.dtype and not (lhs.dtype in _FLOAT8 and rhs.dtype in _FLOAT8):
+        wide = [jnp.dtype(jnp.float32) if x.dtype in _FLOAT8 else x.dtype for x in (lhs, rhs)]
+        lhs, rhs = (x.astype(jnp.promote_types(*wide)) for x in (lhs, rhs))
+    return GEMM.bind(lhs, rhs, params=dataclasses.replace(params, activation=None, **changes))
+
+
+# --- abstract evaluation -------------------------------------------------------------------------------------------
+
+
+def _abstract_eval(lhs, rhs, *bias, params: Params):
+    m = lhs.shape[-1 if params.transpose_lhs else -2]
+    n = rhs.shape[-2 if params.transpose_rhs else -1]
+    k = lhs.shape[-2 if params.transpose_lhs else -1]
+    batch = np.broadcast_shapes(lhs.shape[:-2], rhs.shape[:-2])
+    if params.implementation in ("npu_model", "ascend") and jnp.dtype(jnp.float64) in (lhs.dtype, params.out_dtype):
+        raise errors.UnsupportedError(
+            f"gemm: the NPU's cube unit has no float64 (implementation={params.implementation!r}): cast to float32"
+        )
+    if params.alignment == "strict":
+        tiled.check_alignment(m, n, k, lhs.dtype, rhs.dtype, params)
+    return lhs.update(shape=(*batch, m, n), dtype=params.out_dtype, weak_type=False, sharding=_sharding(lhs, rhs, params))
+
+
+def _sharding(lhs, rhs, params: Params) -> jax.NamedSharding:
+    """Sharding of the result over Explicit mesh axes: batch and M as in lhs, N as in rhs, K summed away."""
+    left, right = tuple(lhs.sharding.spec), tuple(rhs.sharding.spec)
+    spec = [a if a is not None else b for a, b in zip(left[:-2], right[:-2], strict=True)]
+    spec += [left[-1 if params.transpose_lhs else -2], right[-2 if params.transpose_rhs else -1]]
+    names = [name for entry in spec if entry is not None for name in (entry if isinstance(entry, tuple) else (entry,))]
+    if len(set(names)) < len(names):
+        raise errors.HardwareConstraintError(
+            f"gemm: lhs {jax.P(*left)} and rhs {jax.P(*right)} would shard two dimensions of the result over one mesh "
+            "axis; reshard one operand with jax.sharding.reshard"
+        )
+    mesh = lhs.sharding.mesh if not lhs.sharding.mesh.empty else rhs.sharding.mesh
+    return jax.NamedSharding(mesh, jax.P(*spec))
+
+
+# --- transformations -----------------------------------------------------------------------------------------------
+
+
+def _jvp(primals, tangents, *, params: Params):
+    if params.activation is not None:
+        # The pre-activation sums are needed for the derivative; the result is the fused kernel's, which rounds once.
+        sums = dataclasses.replace(params, activation=None, out_dtype=formula.accumulator(primals[0].dtype))
+        z, z_dot = _jvp(primals, tangents, params=sums)
+        act = partial(formula.activate, activation=params.activation)
+        if isinstance(z_dot, ad.Zero):
+            return act(z).astype(params.out_dtype), ad.Zero(jax.typeof(z).to_tangent_aval())
+        y, y_dot = jax.jvp(act, (z,), (z_dot,))
+        return y.astype(params.out_dtype), y_dot.astype(params.out_dtype)
+    lhs, rhs, *_ = primals
+    out = GEMM.bind(*primals, params=params)
+    lhs_dot, rhs_dot, *bias_dot = tangents
+    terms = []
+    if not isinstance(lhs_dot, ad.Zero):
+        terms.append(_product(lhs_dot, rhs, params))
+    if not isinstance(rhs_dot, ad.Zero):
+        terms.append(_product(lhs, rhs_dot, params))
+    if bias_dot and not isinstance(bias_dot[0], ad.Zero):
+        row = jnp.expand_dims(bias_dot[0], -2).astype(params.out_dtype)
+        sharding = jax.typeof(out).sharding if axes.is_sharded(jax.typeof(out)) else None
+        terms.append(jnp.broadcast_to(row, out.shape, out_sharding=sharding))
+    if not terms:
+        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+    return out, sum(terms[1:], start=terms[0])
+
+
+def _transpose(cotangent, lhs, rhs, *, params: Params):
+    """The transpose of a plain product in the operand that is undefined: a product with the other one."""
+    cotangent = ad.instantiate_zeros(cotangent)
+    if ad.is_undefined_primal(lhs):
+        aval = lhs.aval
+        if params.transpose_lhs:
+            grad = _product(rhs, cotangent, params, out_dtype=aval.dtype, transpose_lhs=params.transpose_rhs, transpose_rhs=True)
+        else:
+            grad = _product(cotangent, rhs, params, out_dtype=aval.dtype, transpose_rhs=not params.transpose_rhs)
+        return _sum_to(grad, aval.shape), None
+    aval = rhs.aval
+    lhs, cotangent = _fold_batch(lhs, cotangent, aval.shape, params)
+    if params.transpose_rhs:
+        grad = _product(cotangent, lhs, params, out_dtype=aval.dtype, transpose_lhs=True, transpose_rhs=params.transpose_lhs)
+    else:
+        grad = _product(lhs, cotangent, params, out_dtype=aval.dtype, transpose_lhs=not params.transpose_lhs, transpose_rhs=False)
+    return None, _sum_to(grad, aval.shape)
+
+
+def _fold_batch(lhs, cotangent, rhs_shape: tuple[int, ...], params: Params):
+    """Batch dimensions that rhs lacks, folded into M where that is a mere reshape, so that they are summed inside."""
+    shared = any(size != 1 for size in rhs_shape[:-2])
+    sharded = axes.is_sharded(jax.typeof(lhs)) or axes.is_sharded(jax.typeof(cotangent))
+    if shared or sharded or params.transpose_lhs or lhs.ndim == 2:
+        return lhs, cotangent
+    ones = (1,) * (lhs.ndim - 2)
+    return (x.reshape(*ones, -1, x.shape[-1]) for x in (lhs, cotangent))
+
+
+def _sum_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    reduced = [d for d, (have, want) in enumerate(zip(x.shape, shape, strict=True)) if have != want]
+    return jnp.sum(x, reduced, keepdims=True, dtype=formula.accumulator(x.dtype)).astype(x.dtype) if reduced else x
+
+
+def _batch(operands, dims, *, params: Params):
+    moved = [x[None] if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(operands, dims, strict=True)]
+    size = next(x.shape[0] for x, dim in zip(moved, dims, strict=True) if dim is not None)
+    if dims[0] is None and dims[1] is None:  # only the bias is mapped over
+        moved[0] = jnp.broadcast_to(moved[0], (size, *moved[0].shape[1:]))
+    return GEMM.bind(*moved, params=params), 0
+
+
+# --- implementations and registration ------------------------------------------------------------------------------
+
+
+def _formula(*operands, params: Params, explicit: jax.NamedSharding | None) -> jax.Array:
+    return formula.gemm(*operands, out_sharding=explicit, **params.statics)
+
+
+GEMM = Operation(
+    "gemm",
+    abstract_eval=_abstract_eval,
+    formula=_formula,
+    tiled=tiled.gemm,
+    batch=_batch,
+    jvp=_jvp,
+    transpose=_transpose,
+)

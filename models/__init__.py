@@ -1,0 +1,1 @@
+"""Complete models, and the jobs that train, run and export them."""

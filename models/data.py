@@ -1,0 +1,82 @@
+"""English text that every Python installation has, as arrays of character numbers.
+
+The text is ``pydoc_data.topics``: the language reference as ``help()`` shows it, about 460,000 characters in 79 topics.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+
+VOCABULARY = "\n" + "".join(chr(code) for code in range(32, 127))
+"""Every character the model knows: the line feed and printable ASCII, 96 in all."""
+
+_ASCII = str.maketrans(
+    {"’": "'", "‘": "'", "“": '"', "”": '"', "–": "-", "—": "-", "…": "...", "°": " degrees", "ß": "ss"}
+)
+_NUMBER = np.array([VOCABULARY.index(c if c in VOCABULARY else "?") for c in map(chr, range(128))], np.int32)
+_HELD_OUT_EVERY = 16  # one topic in so many is kept from training
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """A text cut into a part to train on and a part to judge by.
+
+    Attributes:
+      train: character numbers, ``[n]`` int32.
+      held_out: character numbers of topics that are not in ``train``, ``[m]`` int32.
+    """
+
+    train: np.ndarray
+    held_out: np.ndarray
+
+
+def encode(text: str) -> np.ndarray:
+    """Character numbers of ``text``, ``[n]`` int32; a character outside :data:`VOCABULARY` becomes ``?``."""
+    return _NUMBER[np.frombuffer(text.translate(_ASCII).encode("ascii", errors="replace"), np.uint8)]
+
+
+def decode(ids: np.ndarray) -> str:
+    """The text that the character numbers ``ids`` ``[n]`` stand for."""
+    return "".join(VOCABULARY[i] for i in ids)
+
+
+def load() -> Corpus:
+    """The Python language reference; every sixteenth topic is held out."""
+    from pydoc_data import topics
+
+    texts = [topics.topics[name] for name in sorted(topics.topics)]
+    return Corpus(
+        train=encode("\n".join(text for i, text in enumerate(texts) if i % _HELD_OUT_EVERY)),
+        held_out=encode("\n".join(text for i, text in enumerate(texts) if i % _HELD_OUT_EVERY == 0)),
+    )
+
+
+def windows(ids: np.ndarray, starts: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
+    """Windows of a text and the character that follows each.
+
+    Args:
+      ids: character numbers, ``[n]``.
+      starts: where each window begins, ``[B]``, at most ``n - context - 1``.
+      context: characters in a window.
+
+    Returns:
+      The windows ``[B, context]`` and the characters after them ``[B]``.
+    """
+    return ids[starts[:, None] + np.arange(context)], ids[starts + context]
+
+
+def batches(ids: np.ndarray, batch: int, context: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """An endless stream of random :func:`windows` of ``ids``, the same for the same seed."""
+    random = np.random.default_rng(seed)
+    while True:
+        yield windows(ids, random.integers(len(ids) - context, size=batch), context)
+
+
+def unigram_entropy(ids: np.ndarray) -> float:
+    """Nats a character that a model pays which knows how often each character occurs, and nothing else."""
+    share = np.bincount(ids) / len(ids)
+    share = share[share > 0]
+    return float(-np.sum(share * np.log(share)))

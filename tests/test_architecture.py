@@ -1,0 +1,67 @@
+"""Rules of the architecture that an import or a line of text would break."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import build_file
+
+import glass_jax
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+MODULES = build_file.modules(ROOT)
+LIBRARY = [module for module in MODULES if module.startswith("glass_jax/")]
+
+# A module imports from its own layer and from those before it. What is in none of these stands on top.
+LAYERS = ("errors", "hw", "config", "lowering", "primitives", "sharding")
+
+COMPILER = {"tilelang", "tvm", "torch"}
+PUBLIC = {"configure", "errors", "export", "gemm", "tilelang_call", "verify"}
+
+
+def layer(module: str) -> int:
+    part = pathlib.PurePosixPath(module).with_suffix("").parts[1]
+    return LAYERS.index(part) if part in LAYERS else len(LAYERS)
+
+
+def top_names(module: str) -> set[str]:
+    """The packages that ``module`` imports, the standard library left out."""
+    return {name.partition(".")[0] for name in build_file.imports(ROOT / module)} - set(sys.stdlib_module_names)
+
+
+def test_arrows_run_one_way():
+    upward = []
+    for module in LIBRARY:
+        for name in build_file.imports(ROOT / module):
+            target = build_file.resolve(name, module, set(MODULES))
+            if target is not None and (target not in LIBRARY or layer(target) > layer(module)):
+                upward.append(f"{module} imports {name}")
+    assert not upward, "\n".join(upward)
+
+
+def test_the_npu_knows_jax_and_numpy_only():
+    imported = {module: top_names(module) for module in LIBRARY if module.startswith("glass_jax/hw/")}
+    assert not {module: names for module, names in imported.items() if not names <= {"jax", "numpy", "glass_jax"}}
+
+
+def test_only_one_room_imports_the_compiler():
+    outside = [module for module in LIBRARY if not module.startswith("glass_jax/lowering/tilelang/")]
+    assert not [module for module in outside if top_names(module) & COMPILER]
+
+
+def test_no_private_jax():
+    private = re.compile(r"\bjax\b[\w.]*\._[a-z]|\bfrom jax\b[\w.]* import _")
+    found = {module: private.findall((ROOT / module).read_text()) for module in MODULES}
+    assert not {module: names for module, names in found.items() if names and (ROOT / module) != pathlib.Path(__file__)}
+
+
+def test_importing_the_library_loads_no_compiler():
+    code = f"import sys, glass_jax; print(*sorted(set(sys.modules) & {COMPILER!r}))"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stdout.split() == []
+
+
+def test_public_names():
+    assert set(glass_jax.__all__) == PUBLIC
+    assert not [name for name in PUBLIC if not hasattr(glass_jax, name)]
