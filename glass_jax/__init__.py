@@ -2,7 +2,9 @@
 
 from glass_jax import errors
 from glass_jax.config import configure
+from glass_jax.lowering.bundle import export
 from glass_jax.primitives.gemm import gemm
 from glass_jax.primitives.tilelang_call import tilelang_call
+from glass_jax.verification import verify
 
-__all__ = ["configure", "errors", "gemm", "tilelang_call"]
+__all__ = ["configure", "errors", "export", "gemm", "tilelang_call", "verify"]

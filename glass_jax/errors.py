@@ -20,5 +20,9 @@ class UnsupportedError(GlassError, NotImplementedError):
     """A combination that is meaningful but that glass_jax does not implement."""
 
 
+class CollectiveError(GlassError, ValueError):
+    """A collective that cannot run as asked: its axis, shapes, permutation or algorithm do not fit the mesh."""
+
+
 class MissingDependencyError(GlassError, ImportError):
     """An optional dependency is needed for this call and is not installed."""

@@ -1,11 +1,12 @@
 """English text that every Python installation has, as arrays of character numbers.
 
-The text is ``pydoc_data.topics``: the language reference as ``help()`` shows it, about 460,000 characters in 79 topics.
+The text is ``pydoc_data.topics``: the language reference as ``help()`` shows it, 460,000 characters in 79 topics.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
 
 import numpy as np
@@ -47,7 +48,8 @@ def load() -> Corpus:
     """The Python language reference; every sixteenth topic is held out."""
     from pydoc_data import topics
 
-    texts = [topics.topics[name] for name in sorted(topics.topics)]
+    # Lines and blanks that draw tables are cut to eight characters: a model's text would get lost in them.
+    texts = [re.sub(r"([^\w])\1{8,}", lambda run: 8 * run[1], topics.topics[name]) for name in sorted(topics.topics)]
     return Corpus(
         train=encode("\n".join(text for i, text in enumerate(texts) if i % _HELD_OUT_EVERY)),
         held_out=encode("\n".join(text for i, text in enumerate(texts) if i % _HELD_OUT_EVERY == 0)),

@@ -108,10 +108,11 @@ def _evaluate(node: ast.expr, root: pathlib.Path) -> str | tuple[str, ...]:
         return _evaluate(node.left, root) + _evaluate(node.right, root)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "glob" and not node.keywords:
         patterns = [pattern for argument in node.args for pattern in _evaluate(argument, root)]
-        found = {path.relative_to(root).as_posix() for pattern in patterns for path in root.glob(pattern)}
+        paths = {path for pattern in patterns for path in root.glob(pattern) if path.is_file()}
+        found = sorted(path.relative_to(root).as_posix() for path in paths)
         if not found:
             raise BuildFileError(f"BUILD:{node.lineno}: glob({patterns}) matches no file")
-        return tuple(sorted(found))
+        return tuple(found)
     raise BuildFileError(f"BUILD:{node.lineno}: `{ast.unparse(node)}` is not a string, list, sum or glob")
 
 

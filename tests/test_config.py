@@ -76,6 +76,6 @@ def test_environment_sets_the_defaults():
 
 @pytest.mark.parametrize(("name", "value"), [("GLASS_IMPLEMENTATION", "tpu"), ("GLASS_CHIP", "H100"), ("GLASS_DEBUG", "maybe")])
 def test_a_bad_environment_says_which_variable(name, value):
-    out = _python("import glass_jax", **{name: value})
+    out = _python("from glass_jax import config; config.current()", **{name: value})
     assert out.returncode != 0
     assert f"{name}={value}" in out.stderr

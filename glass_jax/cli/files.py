@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+import logging
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -71,8 +72,12 @@ def _module(path: pathlib.Path) -> Any:
 
 def _guarded(what: str, function: Any, *args: Any, **kwargs: Any) -> Any:
     """``function(*args, **kwargs)``, whatever it raises as a GlassError of one line."""
+    silenced = logging.root.manager.disable
+    logging.disable()  # TileLang logs the code it was given, at length
     try:
         return function(*args, **kwargs)
     except Exception as error:
         lines = str(error).strip().splitlines()
         raise errors.GlassError(f"{what}: {type(error).__name__}: {lines[-1] if lines else 'no message'}") from error
+    finally:
+        logging.disable(silenced)

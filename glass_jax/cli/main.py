@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -30,13 +31,28 @@ def tilec(argv: Sequence[str] | None = None) -> int:
     return _run(parser, argv)
 
 
+def _parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments; those that argparse leaves over, because options stand before them, are KEY=VALUE all the same."""
+    args, rest = parser.parse_known_args(argv)
+    if rest and (not hasattr(args, "arguments") or any(item.startswith("-") for item in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.arguments += rest
+    return args
+
+
 def _run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
     """The command that ``argv`` names; a user's mistake becomes one message on stderr."""
-    args = parser.parse_args(argv)
+    args = _parse(parser, argv)
     debug = False
     try:
         debug = config.current().debug
-        return args.command(args)
+        code = args.command(args)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader has seen enough, as in `glass lower ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at exit
+        return 0
     except (errors.GlassError, ValueError, OSError) as error:
         if debug:
             raise

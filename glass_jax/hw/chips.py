@@ -41,8 +41,9 @@ class Chip:
       soc: the vendor's name, for example ``"Ascend950DT"``.
       family: ``"910A"``, ``"910B"`` (910B1 to 910B4 and the dies of the 910C) or ``"950"``.
       arch: architecture of the cores, for example ``"dav-3510"``.
-      cube_cores: number of cube cores, which is the largest grid that runs at once.
-      vector_cores: number of vector units; 0 on the 910A, whose cores hold a cube and a vector unit together.
+      cube_cores: number of cube cores: how many blocks run at once of a kernel that uses the cube.
+      vector_cores: number of vector units: how many blocks run at once of a kernel that does not; 0 on the 910A, whose
+        cores hold a cube and a vector unit together.
       clock_mhz: clock of the cores, MHz.
       l0a_bytes, l0b_bytes, l0c_bytes, l1_bytes, ub_bytes, bias_table_bytes: on-chip memories of one core (of one
         vector unit for the unified buffer), bytes; None where the source does not give it.

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from glass_jax.errors import UnsupportedError
-from glass_jax.hw import cube, expressions, symbolic, vector
+from glass_jax.hw import expressions, kloop, symbolic, vector
 from glass_jax.hw import program as ir
 from glass_jax.hw.lanes import DependentLanes
 from glass_jax.hw.program import Space
@@ -26,6 +26,7 @@ Arrays = dict[str, jax.Array]
 def run_grid(machine: Machine, blocks: int) -> None:
     """Runs every block of the grid. Its on-chip memories are poisoned at the start of each, global memory goes on."""
     program, memory = machine.program, machine.memory
+    machine.products = kloop.whole_products(machine, blocks)
     written = machine.dataflow.writes(program.body)
     carried = frozenset(name for name in written if memory.space(name) == Space.GM)
     step = _step(machine, written, carried)
@@ -34,20 +35,26 @@ def run_grid(machine: Machine, blocks: int) -> None:
         machine.bind_symbol(program.block.name, number, 0, blocks - 1)
         machine.execute(program.body, carried)
 
-    _leave(machine, written, _repeat(blocks, lambda i, arrays: step(lambda: block(i), arrays), _carry(machine, carried)))
+    _leave(
+        machine, written, _repeat(blocks, lambda i, arrays: step(lambda: block(i), arrays), _carry(machine, carried))
+    )
 
 
 def run_for(machine: Machine, loop: ir.For, live: frozenset[str]) -> None:
     """Runs a loop: parallel ones in one go, K loops of a matrix product as one product, others as loops."""
     extent = machine.scalar(loop.extent)
     if extent is None:
-        raise DependentLanes if len(machine.lanes) > 1 else UnsupportedError(
-            f"the NPU model does not run a loop over {loop.var.name!r} whose extent differs between vector units yet"
+        raise (
+            DependentLanes
+            if len(machine.lanes) > 1
+            else UnsupportedError(
+                f"the NPU model does not run a loop over {loop.var.name!r} whose extent differs between vector units yet"
+            )
         )
     if extent.static == 0:
         return
     if extent.static is not None:
-        at_once = vector.run_parallel if loop.kind == "parallel" else cube.run_k_loop
+        at_once = vector.run_parallel if loop.kind == "parallel" else kloop.run_k_loop
         if at_once(machine, loop, extent.static, live):
             return
     run_serial(machine, loop, extent if extent.static is None else extent.static, live)
@@ -59,7 +66,9 @@ def run_serial(machine: Machine, loop: ir.For, extent: int | Linear, live: froze
     trips, body, fact = guarded if guarded is not None else (extent, loop.body, None)
     start = machine.scalar(loop.start)
     if start is None:
-        raise UnsupportedError(f"the NPU model does not run a loop over {loop.var.name!r} whose start varies by lane yet")
+        raise UnsupportedError(
+            f"the NPU model does not run a loop over {loop.var.name!r} whose start varies by lane yet"
+        )
     highest = (extent if isinstance(extent, int) else extent.bounds(machine.facts)[1]) - 1
 
     def iteration(number: jax.Array | int) -> None:
@@ -73,7 +82,9 @@ def run_serial(machine: Machine, loop: ir.For, extent: int | Linear, live: froze
     written = machine.dataflow.writes(body)
     carried = (live | needed) & written
     step = _step(machine, written, carried)
-    _leave(machine, written, _repeat(trips, lambda i, arrays: step(lambda: iteration(i), arrays), _carry(machine, carried)))
+    _leave(
+        machine, written, _repeat(trips, lambda i, arrays: step(lambda: iteration(i), arrays), _carry(machine, carried))
+    )
 
 
 # --- carries --------------------------------------------------------------------------------------------------------
@@ -229,8 +240,12 @@ def run_while(machine: Machine, loop: ir.While, live: frozenset[str]) -> None:
         finally:
             machine.memory.arrays = saved
         if np.size(holds) != 1:
-            raise DependentLanes if len(machine.lanes) > 1 else UnsupportedError(
-                "the NPU model does not run a while loop whose condition differs between vector units yet"
+            raise (
+                DependentLanes
+                if len(machine.lanes) > 1
+                else UnsupportedError(
+                    "the NPU model does not run a while loop whose condition differs between vector units yet"
+                )
             )
         return jnp.reshape(holds, ())
 

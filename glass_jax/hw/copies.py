@@ -61,7 +61,8 @@ def read_region(machine: Machine, region: ir.Region) -> jax.Array:
     starts = _required_starts(machine, region)
     lead_starts, lead_extents = _lead(machine, region.buffer)
     contents = machine.memory.view(region.buffer)
-    return read_tile(contents, [*lead_starts, *starts], [*lead_extents, *extents(machine, region)], machine.facts)
+    bits = read_tile(contents, [*lead_starts, *starts], [*lead_extents, *extents(machine, region)], machine.facts)
+    return numerics.from_bits(bits, numerics.dtype(machine.memory.buffers[region.buffer].dtype))
 
 
 def write_region(machine: Machine, region: ir.Region, tile: jax.Array) -> None:
@@ -69,7 +70,8 @@ def write_region(machine: Machine, region: ir.Region, tile: jax.Array) -> None:
     starts = _required_starts(machine, region)
     lead_starts, _ = _lead(machine, region.buffer)
     contents = machine.memory.view(region.buffer)
-    machine.memory.put_view(region.buffer, write_tile(contents, tile, [*lead_starts, *starts], machine.facts))
+    bits = numerics.to_bits(tile)
+    machine.memory.put_view(region.buffer, write_tile(contents, bits, [*lead_starts, *starts], machine.facts))
 
 
 def _lead(machine: Machine, buffer: str) -> tuple[list[Linear], list[int]]:
@@ -91,7 +93,9 @@ def _starts(machine: Machine, region: ir.Region) -> list[Linear] | None:
 def _required_starts(machine: Machine, region: ir.Region) -> list[Linear]:
     starts = _starts(machine, region)
     if starts is None:
-        raise UnsupportedError(f"the NPU model does not run a region of {region.buffer!r} whose start varies by lane yet")
+        raise UnsupportedError(
+            f"the NPU model does not run a region of {region.buffer!r} whose start varies by lane yet"
+        )
     return starts
 
 
@@ -116,14 +120,18 @@ def _arrange(machine: Machine, copy: ir.Copy, tile: jax.Array) -> jax.Array:
 def _route(machine: Machine, copy: ir.Copy, tile: jax.Array) -> jax.Array:
     """A tile that one source sends to the vector units: to all of them, from L0C to one of them."""
     if machine.memory.buffers[copy.src.buffer].space == Space.L0C and len(machine.active) > 1:
-        raise UnsupportedError("the NPU model does not run a copy from L0C to one of two vector units yet: use dual_copy")
+        raise UnsupportedError(
+            "the NPU model does not run a copy from L0C to one of two vector units yet: use dual_copy"
+        )
     return jnp.broadcast_to(tile, (len(machine.active), *tile.shape))
 
 
 def _dual(machine: Machine, copy: ir.Copy, dual: str, tile: jax.Array) -> jax.Array:
     """Splits a tile into the vector units' halves (of its rows or its columns), or joins theirs."""
     if len(machine.active) != 2:
-        raise HardwareConstraintError(f"dual_copy needs two vector units, {machine.program.name!r} uses {machine.program.units}")
+        raise HardwareConstraintError(
+            f"dual_copy needs two vector units, {machine.program.name!r} uses {machine.program.units}"
+        )
     axis = tile.ndim - (2 if dual == "rows" else 1)
     if machine.memory.buffers[copy.src.buffer].space in PER_UNIT:
         joined = jnp.moveaxis(tile, 0, axis - 1)
@@ -153,7 +161,9 @@ def _reshape(
     fits = len(small) == len(large) and all(n <= m for n, m in zip(small, large, strict=True))
     if fits and machine.memory.buffers[copy.dst.buffer].space == Space.L1:
         padding = [(0, m - n, 0) for n, m in zip(small, large, strict=True)]
-        padded = jax.lax.pad(tile.reshape(lead + tuple(small)), np.asarray(0, tile.dtype), [(0, 0, 0)] * len(lead) + padding)
+        padded = jax.lax.pad(
+            tile.reshape(lead + tuple(small)), np.asarray(0, tile.dtype), [(0, 0, 0)] * len(lead) + padding
+        )
         return padded.reshape(lead + target)
     raise HardwareConstraintError(
         f"a copy from {copy.src.buffer!r} to {copy.dst.buffer!r} has {shape} at one end and {target} at the other"

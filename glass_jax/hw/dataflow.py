@@ -137,7 +137,9 @@ class Dataflow:
     def _named(self, op: ir.Op) -> Names:
         """Allocations that an operation names, read or written."""
         regions = {self._storage(argument.buffer) for argument in op.args if isinstance(argument, ir.Region)}
-        names = {self._storage(argument) for argument in op.args if isinstance(argument, str) and argument in self._buffers}
+        names = {
+            self._storage(argument) for argument in op.args if isinstance(argument, str) and argument in self._buffers
+        }
         return self._loads(op) | regions | names
 
     def _storage(self, buffer: str) -> str:

@@ -53,7 +53,9 @@ def run(program: ir.Program, args: Sequence[jax.Array], outputs: Sequence[int]) 
     """
     inputs = [name for position, name in enumerate(program.params) if position not in outputs]
     if len(args) != len(inputs):
-        raise HardwareConstraintError(f"{program.name!r} takes {len(inputs)} arrays ({', '.join(inputs)}), not {len(args)}")
+        raise HardwareConstraintError(
+            f"{program.name!r} takes {len(inputs)} arrays ({', '.join(inputs)}), not {len(args)}"
+        )
     arrays = {name: jnp.asarray(array) for name, array in zip(inputs, args, strict=True)}
     dimensions = _dimensions(program, arrays)
     buffers = {name: _resolved(buffer, dimensions) for name, buffer in program.buffers.items()}
@@ -61,12 +63,13 @@ def run(program: ir.Program, args: Sequence[jax.Array], outputs: Sequence[int]) 
         _check_argument(program, buffers[name], array)
     memory = Memory(buffers, program.units, frozenset().union(*map(varying_axes, arrays.values())))
     for name, array in arrays.items():
-        memory.put_view(name, array)
+        memory.put_view(name, numerics.to_bits(array))
     machine = Machine(program, memory, _execute)
     machine.variables.update({name: Linear(size) for name, size in dimensions.items()})
     blocks = machine.constant(program.blocks, "a grid with a number of blocks")
     control.run_grid(machine, blocks)
-    return tuple(memory.view(program.params[position]) for position in outputs)
+    results = [buffers[program.params[position]] for position in outputs]
+    return tuple(numerics.from_bits(memory.view(buffer.name), numerics.dtype(buffer.dtype)) for buffer in results)
 
 
 def _dimensions(program: ir.Program, arrays: Mapping[str, jax.Array]) -> dict[str, int]:
@@ -82,15 +85,23 @@ def _dimensions(program: ir.Program, arrays: Mapping[str, jax.Array]) -> dict[st
 def _resolved(buffer: ir.Buffer, dimensions: Mapping[str, int]) -> ir.Buffer:
     """``buffer`` with ints for its extents."""
     shape = tuple(
-        dimensions.get(extent.name) if isinstance(extent, ir.Var) else extent.value if isinstance(extent, ir.Const) else extent
+        dimensions.get(extent.name)
+        if isinstance(extent, ir.Var)
+        else extent.value
+        if isinstance(extent, ir.Const)
+        else extent
         for extent in buffer.shape
     )
     if not all(isinstance(extent, int) for extent in shape):
-        raise UnsupportedError(f"the NPU model does not run {buffer.name!r} of shape {buffer.shape} yet: an extent is computed")
+        raise UnsupportedError(
+            f"the NPU model does not run {buffer.name!r} of shape {buffer.shape} yet: an extent is computed"
+        )
     if buffer.strides is not None:
         dense = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
         if buffer.strides != dense:
-            raise UnsupportedError(f"the NPU model does not run {buffer.name!r} with strides {buffer.strides} yet, only {dense}")
+            raise UnsupportedError(
+                f"the NPU model does not run {buffer.name!r} with strides {buffer.strides} yet, only {dense}"
+            )
     return dataclasses.replace(buffer, shape=shape)
 
 
@@ -111,7 +122,9 @@ def _execute(machine: Machine, statements: tuple[ir.Stmt, ...], live: frozenset[
         except DependentLanes:
             if machine.log is not None:
                 raise  # a parallel region around it runs its lanes one after the other
-            raise UnsupportedError(f"{_place(stmt)}: the NPU model does not run several threads or units writing one element yet")
+            raise UnsupportedError(
+                f"{_place(stmt)}: the NPU model does not run several threads or units writing one element yet"
+            )
         except (HardwareConstraintError, UnsupportedError) as error:
             if isinstance(error.__cause__, GlassError):
                 raise  # the statement nested in this one has said where

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from glass_jax.hw import numerics
 from glass_jax.hw.storage import slice_at, update_at
 from glass_jax.hw.symbolic import Facts, Linear, strides
 
@@ -92,12 +91,13 @@ def _box(indices: Sequence[Index], shape: Sequence[int], lanes: Sequence[int], f
     return _Box(tuple(starts), tuple(sizes), tuple(steps), tuple(axes))
 
 
-def take(x: jax.Array, indices: Sequence[Index], lanes: Sequence[int], facts: Facts) -> jax.Array:
-    """``x[indices]`` of every lane; poison where an index lies outside ``x``.
+def take(x: jax.Array, indices: Sequence[Index], poison: np.ndarray, lanes: Sequence[int], facts: Facts) -> jax.Array:
+    """``x[indices]`` of every lane; ``poison`` where an index lies outside ``x``.
 
     Args:
       x: the buffer's contents.
       indices: one a dimension of ``x``.
+      poison: an element.
       lanes: extents of the lanes.
       facts: what is known about the indices.
 
@@ -107,7 +107,6 @@ def take(x: jax.Array, indices: Sequence[Index], lanes: Sequence[int], facts: Fa
     box = _box(indices, x.shape, lanes, facts)
     if box is None:
         positions = [_position(index, size) for index, size in zip(indices, x.shape, strict=True)]
-        poison = numerics.poison(x.dtype)
         return x.at[tuple(positions)].get(mode="fill", fill_value=poison[()])
     part = slice_at(x, box.starts, box.sizes)
     if any(step > 1 for step in box.steps):

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from glass_jax.errors import HardwareConstraintError, UnsupportedError
-from glass_jax.hw import expressions, lanes, symbolic
+from glass_jax.hw import expressions, lanes, numerics, symbolic
 from glass_jax.hw import program as ir
 from glass_jax.hw.dataflow import Dataflow
 from glass_jax.hw.lanes import Access, Index
 from glass_jax.hw.storage import Memory
 from glass_jax.hw.symbolic import Linear, Symbol
+
+if TYPE_CHECKING:
+    from glass_jax.hw.kloop import WholeProduct
 
 # Executes a statement on a machine, given the allocations whose contents are needed afterwards.
 Handler = Callable[["Machine", ir.Stmt, frozenset[str]], None]
@@ -33,6 +37,7 @@ class Machine:
       active: the vector units taking part.
       mask: lanes that execute the statement, None for all.
       facts: upper bounds that hold here.
+      products: products of whole arrays, by the id of the loop that needs tiles of them.
       log: accesses recorded so far, None while nobody asks.
     """
 
@@ -46,6 +51,7 @@ class Machine:
         self.lanes: tuple[int, ...] = (program.units,)
         self.mask: jax.Array | np.ndarray | None = None
         self.facts: dict = {}
+        self.products: dict[int, WholeProduct] = {}
         self.log: list[Access] | None = None
         self._execute = execute
         self._name_units()
@@ -122,7 +128,9 @@ class Machine:
         """``buffer[indices]`` in every lane: rank 0, or the lanes' rank."""
         place = self._place(buffer, indices)
         self._record(buffer, False, place, self.lanes[0])
-        return lanes.take(self.memory.view(buffer), place, self.lanes, self.facts)
+        dtype = numerics.dtype(self.memory.buffers[buffer].dtype)
+        bits = lanes.take(self.memory.view(buffer), place, numerics.poison(dtype), self.lanes, self.facts)
+        return numerics.from_bits(bits, dtype)
 
     def store(self, buffer: str, indices: Iterable[ir.Expr], value: jax.Array) -> None:
         """``buffer[indices] = value`` in every lane of the mask."""
@@ -131,8 +139,8 @@ class Machine:
             # Both units write one element: the second one's value stays.
             value, mask, units = _last(value), None if mask is None else _last(mask), 1
         self._record(buffer, True, place, units)
-        contents = self.memory.view(buffer)
-        self.memory.put_view(buffer, lanes.put(contents, place, value, mask, self.lanes, self.facts))
+        bits, contents = numerics.to_bits(value), self.memory.view(buffer)
+        self.memory.put_view(buffer, lanes.put(contents, place, bits, mask, self.lanes, self.facts))
 
     def _place(self, buffer: str, indices: Iterable[ir.Expr]) -> list[Index]:
         """Indices of an element in a memory's array: the leading axes, then the buffer's own."""

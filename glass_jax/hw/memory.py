@@ -19,7 +19,6 @@ MAD_ALIGNMENT = 1024
 SIMT_CONTEXTS = "(thread contexts)"  # name of the allocation that SIMT regions need, which no buffer has
 
 _BAR = 20  # characters of the bar that shows how full a memory is
-_SPACE_NAMES = {Space.L1: "L1", Space.L0A: "L0A", Space.L0B: "L0B", Space.L0C: "L0C", Space.UB: "UB"}
 
 
 def bits(dtype: str) -> int:
@@ -110,7 +109,7 @@ def memory_map(memory: Sequence[Allocation], chip: Chip) -> str:
         filled = min(_BAR, math.ceil(_BAR * end / total))
         over = f"  over by {kib(end - total)}" if end > total else ""
         bar = "#" * filled + "." * (_BAR - filled)
-        lines.append(f"{_SPACE_NAMES[space]:<4}{kib(end):>11} of {kib(total):>10} [{bar}] {end / total:4.0%}{over}")
+        lines.append(f"{space.name:<4}{kib(end):>11} of {kib(total):>10} [{bar}] {end / total:4.0%}{over}")
         width = max(len(a.buffer) for a in here)
         for a in here:
             lines.append(f"      {a.offset:#08x}  {a.buffer:<{width}}  {a.versions} x {kib(a.nbytes)}")

@@ -36,10 +36,35 @@ def scalar_dtype(name: str) -> np.dtype:
     return dtype({"int64": "int32", "uint64": "uint32"}.get(name, name) if not jax.config.jax_enable_x64 else name)
 
 
+def stored(of: np.dtype) -> np.dtype:
+    """The type in which elements lie in the model's memories.
+
+    XLA on a CPU turns every update of a bfloat16 or 8-bit float array into one of a float32 copy of it: they are kept as the
+    unsigned integers of their bits.
+    """
+    if jnp.issubdtype(of, jnp.floating) and of not in (np.float16, np.float32, np.float64):
+        return np.dtype(f"uint{8 * of.itemsize}")
+    return of
+
+
+def to_bits(x: jax.Array) -> jax.Array:
+    """``x`` as it lies in memory."""
+    bits = stored(x.dtype)
+    return x if bits == x.dtype else lax.bitcast_convert_type(x, bits)
+
+
+def from_bits(x: jax.Array, of: np.dtype) -> jax.Array:
+    """Elements of type ``of`` that lie in memory as ``x``."""
+    return x if x.dtype == of else lax.bitcast_convert_type(x, of)
+
+
 def poison(of: np.dtype) -> np.ndarray:
-    """What memory that nobody has written holds: NaN, or for integers a large number, so that a read of it shows."""
+    """What memory of elements ``of`` holds that nobody has written, as stored.
+
+    NaN, or for integers a large number, so that a read of it shows.
+    """
     if jnp.issubdtype(of, jnp.floating):
-        return np.asarray(np.nan, of)
+        return np.asarray(np.nan, of).view(stored(of))
     if of == np.bool_:
         return np.asarray(True)
     # Three quarters of the range: far from any index or count, and a sum of few of them does not come back to 0.

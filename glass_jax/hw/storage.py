@@ -31,6 +31,8 @@ class Memory:
     An allocation without an entry holds poison: nobody has written it yet. Arrays are immutable, so a copy of ``arrays`` is
     a snapshot.
 
+    Elements lie in the arrays as numerics.stored says.
+
     Attributes:
       arrays: contents by allocation. Memories of the vector units have a leading axis, one entry a unit.
       private: allocations that every lane of a parallel region has for itself, with the lanes' extents, which lead.
@@ -46,7 +48,9 @@ class Memory:
         self._bases: dict[str, ir.Buffer] = {}
         for buffer in buffers.values():
             if buffer.layout is not None:
-                raise UnsupportedError(f"the NPU model does not run the layout {buffer.layout!r} of {buffer.name!r} yet")
+                raise UnsupportedError(
+                    f"the NPU model does not run the layout {buffer.layout!r} of {buffer.name!r} yet"
+                )
             base = self._bases.get(buffer.storage)
             if base is None or _nbytes(buffer) > _nbytes(base):
                 self._bases[buffer.storage] = buffer
@@ -79,21 +83,21 @@ class Memory:
         self.arrays[storage] = self.vary(contents)
 
     def view(self, buffer: str) -> jax.Array:
-        """The contents of ``buffer``, an allocation or a view of one, in its own shape and type."""
+        """The contents of ``buffer``, an allocation or a view of one, in its own shape, elements as stored."""
         target, base = self.buffers[buffer], self._bases[self.storage(buffer)]
         contents = self.get(target.storage)
         if target.shape == base.shape and target.dtype == base.dtype:
             return contents
         lead = self.lead(buffer)
-        flat = _reinterpret(contents.reshape(*lead, -1), numerics.dtype(target.dtype))
+        flat = _reinterpret(contents.reshape(*lead, -1), numerics.stored(numerics.dtype(target.dtype)))
         return flat[..., : math.prod(target.shape)].reshape(lead + target.shape)
 
     def put_view(self, buffer: str, contents: jax.Array) -> None:
-        """Replaces the contents of ``buffer``; what its allocation holds beyond a smaller view stays."""
+        """Replaces the contents of ``buffer``, elements as stored; what its allocation holds beyond a smaller view stays."""
         target, base = self.buffers[buffer], self._bases[self.storage(buffer)]
         if target.shape != base.shape or target.dtype != base.dtype:
             lead = self.lead(buffer)
-            flat = _reinterpret(contents.reshape(*lead, -1), numerics.dtype(base.dtype))
+            flat = _reinterpret(contents.reshape(*lead, -1), numerics.stored(numerics.dtype(base.dtype)))
             size = math.prod(base.shape)
             if flat.shape[-1] < size:
                 old = self.get(target.storage).reshape(*lead, size)

@@ -108,5 +108,3 @@ def _private(machine: Machine, body: tuple[ir.Stmt, ...]) -> Iterator[None]:
         memory.private = saved
     for name in names:
         memory.put(name, memory.get(name)[(-1,) * len(machine.lanes)])
-
-

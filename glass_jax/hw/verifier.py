@@ -42,18 +42,13 @@ def memory_of(program: ir.Program, chip: Chip, memory: Sequence[Allocation] | No
     return mem.with_thread_contexts(mem.allocations(program) if memory is None else memory, program, chip)
 
 
-def check(program: ir.Program, chip: Chip, memory: Sequence[Allocation] | None = None) -> None:
-    """Raises unless ``chip`` can take ``program``; the arguments are those of :func:`verify`.
+def check_memory(program: ir.Program, chip: Chip, memory: Sequence[Allocation] | None = None) -> None:
+    """Raises unless the buffers of ``program`` fit the memories of ``chip``; the arguments are those of :func:`verify`.
 
     Raises:
-      OutOfOnChipMemoryError: buffers do not fit; the message holds the memory map.
-      HardwareConstraintError: any other violation.
+      OutOfOnChipMemoryError: they do not; the message says where, by how much, and shows the memory map.
     """
-    violations = verify(program, chip, memory)
-    if not violations:
-        return
-    lines = [f"kernel {program.name} cannot run on {chip.name}:", *map(str, violations)]
-    if any(violation.rule in _OVERFLOWS for violation in violations):
-        lines.append(mem.memory_map(memory_of(program, chip, memory), chip))
-        raise errors.OutOfOnChipMemoryError("\n".join(lines))
-    raise errors.HardwareConstraintError("\n".join(lines))
+    found = [violation for violation in verify(program, chip, memory) if violation.rule in _OVERFLOWS]
+    if found:
+        lines = [f"kernel {program.name} does not fit {chip.name}:", *map(str, found)]
+        raise errors.OutOfOnChipMemoryError("\n".join([*lines, mem.memory_map(memory_of(program, chip, memory), chip)]))

@@ -1,7 +1,7 @@
 """A compiled kernel as plain data, and how one is found: in memory, on disk, or by asking TileLang.
 
-Nothing here imports TileLang; :func:`compile` reaches for ``glass_jax.lowering.tilelang`` only when the artifact of a kernel
-is not in the cache, so a second process that uses the same kernels never loads the compiler.
+Nothing here imports TileLang; :func:`compile` reaches for ``glass_jax.lowering.tilelang`` only when the artifact of a
+kernel is not in the cache, so a second process that uses the same kernels never loads the compiler.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import time
 from typing import Any, Protocol
 
 from glass_jax import config, errors
-from glass_jax.hw import chips, memory, program as ir
+from glass_jax.hw import chips, memory, verifier
+from glass_jax.hw import program as ir
 from glass_jax.hw.program import Allocation
 
 _COMPILERS = ("tilelang", "apache-tvm-ffi")
@@ -49,7 +50,7 @@ class Kernel(Protocol):
         """Options of TileLang's passes that it is compiled with, by name."""
 
     def fingerprint(self, chip: str) -> str:
-        """Text that changes whenever the generated code might: the kernel's own source, its parameters and its tiling."""
+        """Text that changes whenever the generated code might: the kernel's source, its parameters and its tiling."""
 
     def describe(self, chip: str) -> str:
         """How the work is divided on ``chip``, in one line, for people."""
@@ -132,8 +133,8 @@ _entries_lock = threading.Lock()
 def compile(kernel: Kernel, chip: str) -> Artifact:  # noqa: A001
     """The artifact of ``kernel`` for ``chip``, compiled at most once a machine.
 
-    Looks in this process, then in the cache on disk (:func:`cache_dir`), and only then asks TileLang. Threads that ask for
-    the same kernel wait for one of them to make it.
+    Looks in this process, then in the cache on disk (:func:`cache_dir`), and only then asks TileLang. Threads that ask
+    for the same kernel wait for one of them to make it.
 
     Args:
       kernel: the kernel.
@@ -148,8 +149,8 @@ def compile(kernel: Kernel, chip: str) -> Artifact:  # noqa: A001
     if not known.has_generator:
         targets = ", ".join(name for name in chips.names() if chips.get(name).has_generator)
         raise errors.UnsupportedError(
-            f"{known.name} ({known.arch}) can be verified against but not generated for: the public TileLang generates code "
-            f"for {targets} only. Choose one of these, for example with glass.configure(chip='950DT')"
+            f"{known.name} ({known.arch}) can be verified against but not generated for: the public TileLang generates "
+            f"code for {targets} only. Choose one of these, for example with glass.configure(chip='950DT')"
         )
     with _entries_lock:
         entry = _entries.setdefault((kernel, known.name), _Entry())
@@ -191,8 +192,8 @@ def _load_or_make(kernel: Kernel, chip: chips.Chip) -> tuple[Artifact, str]:
         origin = f"cache file {path} is of another kernel, compiled again"
     except FileNotFoundError:
         pass
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        origin = f"cache file {path} is damaged ({type(error).__name__}: {error}), compiled again"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        origin = f"cache file {path} cannot be used ({type(error).__name__}: {error}), compiled again"
     try:
         from glass_jax.lowering.tilelang import compile as compiler
     except ImportError as error:
@@ -230,7 +231,8 @@ def _makers_digest() -> str:
 
 def _show(kernel: Kernel, chip: chips.Chip, artifact: Artifact, how: str) -> None:
     lines = [f"kernel {kernel.name} for {chip.name}: {how}", f"  {kernel.describe(chip.name)}"]
-    lines.append(textwrap.indent(memory.memory_map(artifact.memory, chip), "  "))
+    used = verifier.memory_of(artifact.program, chip, artifact.memory)
+    lines.append(textwrap.indent(memory.memory_map(used, chip), "  "))
     print("glass: " + "\n".join(lines), file=sys.stderr, flush=True)
 
 
@@ -238,7 +240,7 @@ def _show(kernel: Kernel, chip: chips.Chip, artifact: Artifact, how: str) -> Non
 
 
 def cache_dir() -> pathlib.Path:
-    """The folder of the cache: ``$GLASS_CACHE_DIR``, else ``glass_jax`` in the user's cache folder. One file a kernel."""
+    """The folder of the cache: ``$GLASS_CACHE_DIR``, else ``glass_jax`` in the user's cache folder; a file a kernel."""
     if folder := os.environ.get("GLASS_CACHE_DIR"):
         return pathlib.Path(folder)
     home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
@@ -253,7 +255,10 @@ def _write(path: pathlib.Path, text: str) -> None:
             file.write(text)
         os.replace(file.name, path)
     except OSError as error:
-        print(f"glass: kernels are compiled again in the next process: {path.parent} cannot be written ({error})", file=sys.stderr)
+        print(
+            f"glass: kernels are compiled again in the next process: {path.parent} cannot be written ({error})",
+            file=sys.stderr,
+        )
 
 
 def to_json(artifact: Artifact) -> str:

@@ -17,7 +17,8 @@ import jax
 from jax import export as jax_export
 from jax.interpreters import mlir
 
-from glass_jax import errors
+from glass_jax import config, errors
+from glass_jax.hw import chips, verifier
 from glass_jax.lowering import artifact, ascend
 
 FORMAT = "glass_jax bundle"
@@ -50,16 +51,19 @@ def export(
 
     Raises:
       HardwareConstraintError: ``platforms`` names an unknown platform, or none.
-      UnsupportedError: the function calls back into Python: a host callback, or a kernel that ``jit`` splits over Auto
-        mesh axes.
+      UnsupportedError: the function calls back into Python, or a kernel's operands are sharded over Auto mesh axes.
+      OutOfOnChipMemoryError: a kernel's buffers do not fit the configured chip.
       GlassError: ``path`` exists and is not a bundle.
     """
     path = pathlib.Path(path)
     _check_platforms(platforms)
     _check_replaceable(path)
-    exported = _lower(fn, args, platforms)
-    kernels = _kernels(exported)
-    files = {f"kernels/{sha}.asc": artifact.find(sha).source.encode() for sha in kernels}
+    exported = lower(fn, args, platforms)
+    kernels = launched(exported)
+    made = {sha: artifact.find(sha) for sha in kernels}
+    for each in made.values():
+        verifier.check_memory(each.program, chips.get(config.current().chip), each.memory)
+    files = {f"kernels/{sha}.asc": each.source.encode() for sha, each in made.items()}
     files["module.stablehlo"] = bytes(exported.serialize())
     files["manifest.json"] = (json.dumps(_manifest(exported, kernels), indent=2, sort_keys=True) + "\n").encode()
     sources = importlib.resources.files("glass_jax.lowering") / "runtime"
@@ -91,7 +95,7 @@ def _check_replaceable(path: pathlib.Path) -> None:
 
 # Part of JAX's trace key: an earlier use of the function may have left a lowering with source locations in JAX's cache.
 _exporting = jax.make_user_context(default_value=False)
-_location_lock = threading.Lock()
+_location_lock = threading.RLock()
 
 
 @contextlib.contextmanager
@@ -106,7 +110,8 @@ def _without_source_locations() -> Iterator[None]:
             jax.config.update("jax_traceback_in_locations_limit", limit)
 
 
-def _lower(fn: Callable[..., Any], args: tuple[Any, ...], platforms: Sequence[str]) -> jax_export.Exported:
+def lower(fn: Callable[..., Any], args: tuple[Any, ...], platforms: Sequence[str]) -> jax_export.Exported:
+    """``fn`` lowered for ``platforms``, its launches of kernels included; arguments and errors as in :func:`export`."""
     function = fn if isinstance(fn, jax.stages.Wrapped) else jax.jit(fn)
     checks = [jax_export.DisabledSafetyCheck.custom_call(ascend.TARGET)]
     try:
@@ -116,9 +121,8 @@ def _lower(fn: Callable[..., Any], args: tuple[Any, ...], platforms: Sequence[st
         if "host_callbacks" not in str(error):
             raise
         raise errors.UnsupportedError(
-            "the function cannot be exported, because it calls back into Python: by a host callback (jax.debug.print, "
-            "jax.pure_callback), or by an operation that jit partitions over several devices by itself; write the "
-            "latter with jax.shard_map over the mesh axes that its operands are sharded on"
+            "the function cannot be exported, because it calls back into Python, which a bundle does not hold: remove "
+            "jax.debug.print, jax.pure_callback, custom_partitioning and the like, or put them outside the function"
         ) from error
 
 
@@ -136,7 +140,7 @@ def _custom_calls(module: mlir.ir.Module) -> list[mlir.ir.Operation]:
     return found
 
 
-def _kernels(exported: jax_export.Exported) -> dict[str, Any]:
+def launched(exported: jax_export.Exported) -> dict[str, Any]:
     """The manifest's entry of every kernel of the module, by its sha256.
 
     One source may be launched in several ways, since its shapes need not appear in it: the module says which.

@@ -75,8 +75,8 @@ def is_tilelang(fn_or_kernel: Any) -> bool:
 def _of_function(fn: Callable[..., Any], args: tuple[Any, ...], chip: str) -> tuple[Found, ...]:
     """The kernels that ``fn`` launches when it is lowered for Ascend, each once, in program order."""
     with config.configure(chip=chip, implementation="ascend"):
-        exported = bundle._lower(fn, args, (ascend.PLATFORM,))
-    made = [artifact.find(sha) for sha in bundle._kernels(exported)]
+        exported = bundle.lower(fn, args, (ascend.PLATFORM,))
+    made = [artifact.find(sha) for sha in bundle.launched(exported)]
     return tuple(Found(item.program, item) for item in made)
 
 

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import jax
 
-from glass_jax.hw import executor
+from glass_jax.hw import chips, executor, verifier
 from glass_jax.lowering import artifact
 
 
 def call(kernel: artifact.Kernel, *operands: jax.Array, chip: str) -> tuple[jax.Array, ...]:
-    """The results of ``kernel`` on ``operands``, in the order of its signature; traceable."""
-    return executor.run(artifact.compile(kernel, chip).program, operands, kernel.outputs)
+    """The results of ``kernel`` on ``operands``, in the order of ``kernel.outputs``; traceable.
+
+    Raises:
+      OutOfOnChipMemoryError: the kernel's buffers do not fit ``chip``; the message shows the memory map.
+      UnsupportedError: the kernel has a statement that the model does not run.
+    """
+    made = artifact.compile(kernel, chip)
+    verifier.check_memory(made.program, chips.get(chip), made.memory)
+    return executor.run(made.program, operands, kernel.outputs)

@@ -1,7 +1,8 @@
 """Tile sizes of the matrix product: which fit a chip's memories, and which of those take the least time.
 
-The time is a model, good enough to rank tiles: every number comes from ``glass_jax.hw.chips``, cycles are those of one core,
-and within a core the cube, the copies into it and the copies from global memory overlap, so the slowest of them counts.
+The time is a model, good enough to rank tiles: every number comes from ``glass_jax.hw.chips``, cycles are those of one
+core, and within a core the cube, the copies into it and the copies from global memory overlap, so the slowest of them
+counts.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from glass_jax.hw import chips
 from glass_jax.hw.memory import bits
 from glass_jax.hw.program import Space
 
-SIMT_CONTEXT_BYTES = 32 * 1024  # what the thread contexts of a SIMT region take of the unified buffer on dav-3510
 MAD_HEAD_CYCLES = 6  # start of one cube instruction
 
 _BLOCKS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
@@ -23,7 +23,9 @@ _BLOCK_K_BYTES = (64, 128, 256, 512, 1024)
 _STAGES = (4, 2)
 _GM_FULL_RATE_BYTES = 512  # global memory gives its full rate to rows of this size
 _GM_SHORT_ROW_RATE = 0.7  # and this part of it to the shortest
-_COPY_HEAD_BYTES = 16 * 1024 // 10  # what the start of a copy costs: a transfer of 16 KiB reaches nine tenths of the rate
+_COPY_HEAD_BYTES = (
+    16 * 1024 // 10
+)  # what the start of a copy costs: a transfer of 16 KiB reaches nine tenths of the rate
 _VECTOR_BYTES = 256  # width of a vector register
 _EPILOGUE_VECTOR_OPS = 12  # vector instructions an epilogue costs for each register of accumulators, roughly
 
@@ -98,10 +100,8 @@ def l0_depth(tiles: GemmTiles, operand_bytes: int, chip: chips.Chip) -> int:
     c0 = chips.C0_BYTES // operand_bytes
     room_a = chip.capacity(Space.L0A) // 2 // (tiles.block_m * operand_bytes)
     room_b = chip.capacity(Space.L0B) // 2 // (tiles.block_n * operand_bytes)
-    depth = min(room_a, room_b, tiles.block_k) // c0 * c0
-    while depth > 0 and tiles.block_k % depth:
-        depth -= c0
-    return depth
+    room = min(room_a, room_b, tiles.block_k) // c0
+    return next((count * c0 for count in range(room, 0, -1) if tiles.block_k % (count * c0) == 0), 0)
 
 
 def _room(problem: GemmProblem, tiles: GemmTiles) -> dict[Space, int]:
@@ -116,7 +116,7 @@ def _room(problem: GemmProblem, tiles: GemmTiles) -> dict[Space, int]:
 
 
 def _capacity(problem: GemmProblem, chip: chips.Chip) -> dict[Space, int]:
-    reserved = SIMT_CONTEXT_BYTES if problem.epilogue else 0
+    reserved = chip.simt_context_bytes if problem.epilogue else 0
     return {
         Space.L1: chip.capacity(Space.L1),
         Space.L0C: chip.capacity(Space.L0C),
@@ -149,7 +149,8 @@ def plan(problem: GemmProblem, tiles: GemmTiles, chip: chips.Chip) -> GemmPlan:
     if over:
         raise errors.OutOfOnChipMemoryError(
             f"gemm tiles {tiles.block_m}x{tiles.block_n}x{tiles.block_k} with {tiles.stages} stages of "
-            f"{problem.operand_bytes}-byte operands do not fit {chip.name}: {'; '.join(over)}. Take smaller tiles or fewer stages"
+            f"{problem.operand_bytes}-byte operands do not fit {chip.name}: {'; '.join(over)}. "
+            "Take smaller tiles or fewer stages"
         )
     cores = min(chip.cube_cores, block_count(problem, tiles))
     several = block_count(problem, tiles) > cores  # a core that computes one tile has nothing to overlap its store with
@@ -166,10 +167,13 @@ def _gm_cycles(rows: int, row_bytes: int, bytes_per_cycle: float) -> float:
 
 def estimate_cycles(problem: GemmProblem, plan: GemmPlan, chip: chips.Chip) -> float:
     """Cycles that the product takes on ``chip``, for ranking tiles; ``glass_jax.hw`` has the timing model."""
-    # However the tiles are cut, each operand is read from global memory once.
+    return max(_pipeline_cycles(problem, plan, chip), _memory_cycles(problem, chip))
+
+
+def _memory_cycles(problem: GemmProblem, chip: chips.Chip) -> float:
+    """Cycles to read each operand from global memory once and to write the result, however the tiles are cut."""
     once = problem.operand_bytes * (problem.m + problem.n) * problem.k + problem.out_bytes * problem.m * problem.n
-    memory = problem.batch * once / chip.gm_bytes_per_second * chip.clock_mhz * 1e6
-    return max(_pipeline_cycles(problem, plan, chip), memory)
+    return problem.batch * once / chip.gm_bytes_per_second * chip.clock_mhz * 1e6
 
 
 def _pipeline_cycles(problem: GemmProblem, plan: GemmPlan, chip: chips.Chip) -> float:
@@ -183,7 +187,11 @@ def _pipeline_cycles(problem: GemmProblem, plan: GemmPlan, chip: chips.Chip) -> 
 
     # Operands come through L2, whose rate the cores share.
     l2_rate = chip.l2_bytes_per_second / chip.cube_cores / (chip.clock_mhz * 1e6)
-    extent = {"m": min(tiles.block_m, problem.m), "n": min(tiles.block_n, problem.n), "k": min(tiles.block_k, problem.k)}
+    extent = {
+        "m": min(tiles.block_m, problem.m),
+        "n": min(tiles.block_n, problem.n),
+        "k": min(tiles.block_k, problem.k),
+    }
     lhs_rows, rhs_rows = extent["k" if problem.lhs_row == "m" else "m"], extent["k" if problem.rhs_row == "n" else "n"]
     load = _gm_cycles(lhs_rows, extent[problem.lhs_row] * size, l2_rate)
     load += _gm_cycles(rhs_rows, extent[problem.rhs_row] * size, l2_rate)
@@ -198,14 +206,19 @@ def _pipeline_cycles(problem: GemmProblem, plan: GemmPlan, chip: chips.Chip) -> 
 
 
 def _candidates(problem: GemmProblem) -> list[GemmTiles]:
+    """Tiles no larger than the problem, the whole of a short K among the depths."""
     c0 = chips.C0_BYTES // problem.operand_bytes
+    whole_k = -(-problem.k // c0) * c0
 
-    def useful(blocks: tuple[int, ...], size: int, multiple: int) -> list[int]:
-        padded = -(-size // multiple) * multiple
-        return [block for block in blocks if block <= padded] or [blocks[0]]
+    def useful(sizes: set[int], limit: int) -> list[int]:
+        return sorted(size for size in sizes if size <= limit) or [min(sizes)]
 
-    depths = useful(tuple(n // problem.operand_bytes for n in _BLOCK_K_BYTES), problem.k, 2 * c0)
-    rows, columns = (useful(_BLOCKS, size, chips.CUBE_M) for size in (problem.m, problem.n))
+    depths = useful(
+        {size // problem.operand_bytes for size in _BLOCK_K_BYTES} | {whole_k},
+        min(whole_k, _BLOCK_K_BYTES[-1] // problem.operand_bytes),
+    )
+    rows = useful(set(_BLOCKS), -(-problem.m // chips.CUBE_M) * chips.CUBE_M)
+    columns = useful(set(_BLOCKS), -(-problem.n // chips.CUBE_N) * chips.CUBE_N)
     return list(itertools.starmap(GemmTiles, itertools.product(rows, columns, depths, _STAGES)))
 
 
@@ -213,8 +226,8 @@ def _candidates(problem: GemmProblem) -> list[GemmTiles]:
 def choose(problem: GemmProblem, chip_name: str) -> GemmTiles:
     """The tiles with the least estimated time for ``problem``.
 
-    Among equals, which there are where global memory is the limit: the least time of a core, the most stages, the largest
-    blocks.
+    Among equals, which there are where global memory is the limit: the least time of a core, the most stages, the
+    largest blocks.
 
     Raises:
       HardwareConstraintError: the cube of the chip does not take the operands.
@@ -223,20 +236,23 @@ def choose(problem: GemmProblem, chip_name: str) -> GemmTiles:
     chip = chips.get(chip_name)
     if not chip.has_generator:
         raise errors.UnsupportedError(
-            f"gemm tiles are chosen for chips that code is generated for, and {chip.name} ({chip.arch}) is none: pass tiles"
+            f"gemm tiles are chosen for chips that code is generated for, not for {chip.name} ({chip.arch}): pass tiles"
         )
     if problem.cube_dtype not in chip.cube_k:
         raise errors.HardwareConstraintError(
             f"the cube of {chip.name} does not take {problem.cube_dtype}; it takes {', '.join(chip.cube_k)}"
         )
+    memory = _memory_cycles(problem, chip)
     ranked = []
     for tiles in _candidates(problem):
         try:
             fitting = plan(problem, tiles, chip)
         except errors.OutOfOnChipMemoryError:
             continue
-        cycles = estimate_cycles(problem, fitting, chip), _pipeline_cycles(problem, fitting, chip)
-        ranked.append((*cycles, -tiles.stages, -tiles.block_m * tiles.block_n, -tiles.block_k, tiles))
+        cycles = _pipeline_cycles(problem, fitting, chip)
+        ranked.append(
+            (max(cycles, memory), cycles, -tiles.stages, -tiles.block_m * tiles.block_n, -tiles.block_k, tiles)
+        )
     return min(ranked)[-1]
 
 

@@ -1,10 +1,11 @@
 import json
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import measure
+from benchmarks import measure, npu_model
 from benchmarks.measure import Report, Verdict
 
 
@@ -41,6 +42,13 @@ def test_interleaved_calls_its_sides_in_turn():
     times = measure.interleaved({"a": side("a"), "b": side("b")}, seconds=0.0)
     assert calls == ["a", "b"] * (1 + 3 * 5)
     assert set(times) == {"a", "b"} and min(times.values()) > 0
+
+
+def test_the_pallas_kernel_that_is_measured_multiplies():
+    lhs, rhs = (np.random.default_rng(seed).standard_normal((256, 256)).astype(np.float16) for seed in (0, 1))
+    want = lhs.astype(np.float64) @ rhs.astype(np.float64)
+    got = np.asarray(npu_model.pallas_gemm(lhs, rhs), np.float64)
+    assert np.linalg.norm(got - want) < 1e-3 * np.linalg.norm(want)
 
 
 def test_a_process_that_fails_is_an_error():

@@ -75,7 +75,7 @@ def test_doctor(capsys, monkeypatch, tmp_path):
 
 
 def test_doctor_loads_no_compiler_and_tells_what_the_environment_sets():
-    code = "import sys; from glass_jax.cli import main; main.main(['doctor']); print({'tilelang', 'torch'} & {*sys.modules})"
+    code = "import sys; from glass_jax.cli.main import main; main(['doctor']); print({'tvm', 'torch'} & {*sys.modules})"
     env = os.environ | {"GLASS_CHIP": "ascend910b1"}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
     assert done.stdout.endswith("set()\n")
@@ -159,7 +159,7 @@ def test_kernel_of_a_file(capsys, kernels):
 
 @pytest.mark.parametrize("name", ["copy_rows", "jitted"])
 def test_kernel_with_arguments(capsys, kernels, name):
-    code, out, _ = run(capsys, "lower", f"{kernels}:{name}", "rows=8", "columns=32", "dtype=float16", "--dry-run")
+    code, out, _ = run(capsys, "lower", f"{kernels}:{name}", "rows=8", "--dry-run", "columns=32", "dtype=float16")
     assert code == 0
     assert "alloc u  ub       float16[8, 32]" in out
 
@@ -211,7 +211,16 @@ def test_broken_file(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "args", [("lower", "gemm", "--m", "0"), ("lower", "gemm", "--m", "x"), ("lower",), ("nothing",), ()]
+    "args",
+    [
+        ("lower", "gemm", "--m", "0"),
+        ("lower", "gemm", "--m", "x"),
+        ("lower",),
+        ("nothing",),
+        (),
+        ("doctor", "x"),
+        ("lower", "gemm", "--x"),
+    ],
 )
 def test_wrong_usage(capsys, args):
     with pytest.raises(SystemExit) as caught:
@@ -232,6 +241,15 @@ def test_wrong_environment_variable():
     assert done.returncode == 2
     assert "unknown chip 'H100'" in done.stderr and "GLASS_CHIP=H100" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_reader_that_leaves_is_no_mistake():
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "glass_jax.cli.main", "doctor"]
+    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 # --- documentation -------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A Program executed statement by statement in NumPy: slow, small, and independent of the NPU model that it helps to judge."""
+"""A Program executed statement by statement in NumPy: slow, small, and independent of the NPU model."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 from glass_jax.hw import program as ir
 
 _BINARY = {
-    "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "floordiv": np.floor_divide, "floormod": np.mod,
-    "min": np.minimum, "max": np.maximum, "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal,
-    "gt": np.greater, "ge": np.greater_equal, "and": np.logical_and, "or": np.logical_or, "pow": np.power,
-    "truncmod": np.fmod, "truncdiv": lambda a, b: np.trunc(a / b).astype(np.int32), "bitand": np.bitwise_and,
-    "shl": np.left_shift, "shr": np.right_shift,
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "pow": np.power,
+    "floordiv": np.floor_divide, "floormod": np.mod, "truncdiv": lambda a, b: np.trunc(a / b).astype(np.int32),
+    "truncmod": np.fmod, "min": np.minimum, "max": np.maximum, "eq": np.equal, "ne": np.not_equal, "lt": np.less,
+    "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "and": np.logical_and, "or": np.logical_or,
+    "bitand": np.bitwise_and, "shl": np.left_shift, "shr": np.right_shift,
 }  # fmt: skip
 _FUNCTIONS = {
     "exp": np.exp, "tanh": np.tanh, "sqrt": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x), "abs": np.abs, "log": np.log,
@@ -29,7 +29,7 @@ def dtype(name: str) -> np.dtype:
 
 
 def run(program: ir.Program, *args: np.ndarray, outputs: Sequence[int]) -> list[np.ndarray]:
-    """The arrays of the parameters ``outputs`` after every block ran once for each vector unit, the cube's part repeated."""
+    """The parameters ``outputs`` after every block ran once for each vector unit, the cube's part repeated."""
     operands = iter(args)
     gm = {}
     for position, name in enumerate(program.params):
@@ -141,7 +141,10 @@ class _Unit:
         if len(axes[0]) != len(axes[1]):
             axes = [list(range(len(extents)))[-min(len(e) for _, e in sides) :] for _, extents in sides]
         order = axes[0][::-1] if stmt.attrs.get("transpose") else axes[0]
-        room = [[max(0, min(e, n - s)) for s, e, n in zip(*side, array.shape, strict=True)] for side, array in zip(sides, arrays, strict=True)]
+        room = [
+            [max(0, min(e, n - s)) for s, e, n in zip(*side, array.shape, strict=True)]
+            for side, array in zip(sides, arrays, strict=True)
+        ]
         for a, b in zip(order, axes[1], strict=True):
             room[0][a] = room[1][b] = min(room[0][a], room[1][b])
         views = [

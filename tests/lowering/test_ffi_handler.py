@@ -1,6 +1,7 @@
 """The C++ handler of a bundle, built by the bundle's own Makefile against a stub of CANN, and called by XLA."""
 
 import ctypes
+import os
 import pathlib
 import shutil
 import subprocess
@@ -58,7 +59,7 @@ def compile_library(output: pathlib.Path, *arguments: str) -> pathlib.Path:
     return output
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def built(tmp_path_factory) -> pathlib.Path:
     """A bundle of ``program``, with kernels and handler compiled as its README says."""
     root = tmp_path_factory.mktemp("handler")
@@ -82,18 +83,20 @@ def built(tmp_path_factory) -> pathlib.Path:
     return root
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def stub(built) -> ctypes.CDLL:
     """The stub runtime, with the handler registered for the CPU."""
     runtime = built / "bundle" / "runtime"
-    library = ctypes.CDLL(str(built / "cann" / "lib64" / "libascendcl.so"), mode=ctypes.RTLD_GLOBAL)
+    # TileLang, once imported, puts functions of the same names in the process's global scope: look at one's own first.
+    own_first = os.RTLD_NOW | os.RTLD_DEEPBIND
+    library = ctypes.CDLL(str(built / "cann" / "lib64" / "libascendcl.so"), mode=own_first)
     library.stub_state.restype = ctypes.POINTER(State)
     on_cpu = compile_library(
         built / "on_cpu.so",
         "-isystem", jax.ffi.include_dir(), f"-I{built}/cann/include", f"-I{runtime}",
         str(stub_kernels.STUB / "handler_on_cpu.cc"), str(runtime / "libglass_ffi.so"),
     )  # fmt: skip
-    handler = ctypes.CDLL(str(on_cpu)).GlassTilelangCallOnCpu
+    handler = ctypes.CDLL(str(on_cpu), mode=own_first).GlassTilelangCallOnCpu
     jax.ffi.register_ffi_target(ascend.TARGET, jax.ffi.pycapsule(handler), platform="cpu")
     return library
 

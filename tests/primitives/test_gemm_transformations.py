@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import numpy_reference as ref
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from jax.test_util import check_grads
 
 import glass_jax as glass
@@ -61,6 +63,49 @@ def test_vmap_does_not_copy_the_operand_that_is_not_mapped(in_axes, lhs, rhs):
     compiled = jax.jit(jax.vmap(glass.gemm, in_axes)).lower(jnp.zeros(lhs), jnp.zeros(rhs)).compile()
     copies = 64 * 256 * 32 * 4  # bytes of the unmapped operand, once for each of the 64 positions
     assert compiled.memory_analysis().temp_size_in_bytes < copies / 8
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    shape=st.tuples(*[st.integers(1, 12)] * 3),
+    size=st.integers(1, 4),
+    lhs_axis=st.sampled_from([None, 0, 1, 2, -1]),
+    rhs_axis=st.sampled_from([None, 0, 1, 2, -2]),
+    transpose_rhs=st.booleans(),
+    jit=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_vmap_and_grad_of_any_shape(shape, size, lhs_axis, rhs_axis, transpose_rhs, jit, seed):
+    """vmap over any axes, and the gradient through it, agree with NumPy's products."""
+    (m, n, k), in_axes = shape, (lhs_axis, rhs_axis)
+    assume(in_axes != (None, None))
+    whole = [(m, k), (n, k) if transpose_rhs else (k, n)]
+    shapes = [
+        x if axis is None else tuple(np.insert(x, axis if axis >= 0 else axis + 3, size))
+        for x, axis in zip(whole, in_axes, strict=True)
+    ]
+    lhs, rhs = _arrays(*shapes, seed=seed)
+    mapped = jax.vmap(functools.partial(glass.gemm, transpose_rhs=transpose_rhs), in_axes)
+    weight = _arrays((size, m, n), seed=seed + 1)[0]
+
+    def loss(lhs, rhs):
+        out = mapped(lhs, rhs)
+        return jnp.sum(out * weight), out
+
+    grad = jax.grad(loss, (0, 1), has_aux=True)
+    (d_lhs, d_rhs), out = (jax.jit(grad) if jit else grad)(lhs, rhs)
+    a, b = (
+        np.moveaxis(ref.f64(x), axis, 0) if axis is not None else ref.f64(x)[None] for x, axis in zip((lhs, rhs), in_axes, strict=True)
+    )
+    b = np.swapaxes(b, -1, -2) if transpose_rhs else b
+    w = ref.f64(weight)
+    ref.assert_close(out, a @ b)
+    expected = [w @ np.swapaxes(b, -1, -2), np.swapaxes(a, -1, -2) @ w]
+    expected[1] = np.swapaxes(expected[1], -1, -2) if transpose_rhs else expected[1]
+    for actual, each, axis in zip((d_lhs, d_rhs), expected, in_axes, strict=True):
+        each = each.sum(0) if axis is None else np.moveaxis(each, 0, axis)
+        # Sums of products of both signs cancel; 12 terms of magnitude up to 4 leave this much of float32.
+        np.testing.assert_allclose(actual, each, atol=3e-5)
 
 
 # --- derivatives ---------------------------------------------------------------------------------------------------
@@ -134,9 +179,9 @@ def test_checkpoint_recomputes():
 
 def test_scan_and_jvp():
     lhs, rhs = _arrays((6, 16), (3, 16, 16))
-    f = lambda w: jax.lax.scan(lambda x, w: (glass.gemm(x, w, activation="silu"), None), lhs, w)[0]  # noqa: E731
+    scanned = lambda w: jax.lax.scan(lambda x, w: (glass.gemm(x, w, activation="silu"), None), lhs, w)[0]  # noqa: E731
     plain = lambda w: functools.reduce(lambda x, i: jax.nn.silu(x @ w[i]), range(3), lhs)  # noqa: E731
-    chex.assert_trees_all_close(jax.jvp(f, (rhs,), (rhs,)), jax.jvp(plain, (rhs,), (rhs,)), rtol=2e-4, atol=1e-4)
+    chex.assert_trees_all_close(jax.jvp(scanned, (rhs,), (rhs,)), jax.jvp(plain, (rhs,), (rhs,)), rtol=2e-4, atol=1e-4)
 
 
 # --- shard_map -----------------------------------------------------------------------------------------------------

@@ -103,13 +103,10 @@ def test_a_kernel_has_no_formula():
         scale_add()(*_operands())
 
 
-def test_lowers_for_ascend():
-    exported = jax.export.export(
-        jax.jit(scale_add()),
-        platforms=["ascend"],
-        disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("glass_tilelang_call")],
-    )(*_operands())
-    text = exported.mlir_module()
-    assert "glass_tilelang_call" in text
-    assert "api_version = 4" in text
-    assert 'entry = "scale_add' in text
+def test_lowers_for_ascend_as_a_typed_ffi_call():
+    lowered = jax.jit(scale_add()).trace(*_operands()).lower(lowering_platforms=("ascend",))
+    (call,) = [line for line in lowered.as_text(dialect="hlo").splitlines() if "glass_tilelang_call" in line]
+    assert "api_version=API_VERSION_TYPED_FFI" in call
+    assert 'entry = "scale_add' in call
+    assert "f32[256]" in call
+    assert "f16[256]" in call

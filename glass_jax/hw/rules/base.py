@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import types
 from collections.abc import Callable, Iterator, Sequence
 
 from glass_jax.hw import memory as mem
@@ -55,7 +56,13 @@ class Subject:
         """The Let or For that binds each variable."""
         return {stmt.var.name: stmt for stmt in self.statements if isinstance(stmt, ir.Let | ir.For)}
 
-    def of(self, kind: type) -> Iterator[ir.Stmt]:
+    @functools.cached_property
+    def transfers(self) -> tuple[ir.Copy, ...]:
+        """The copies that a copy pipe makes; those inside a SIMT or SIMD region are loads and stores of its threads."""
+        inside = {id(inner) for outer in self.of(ir.Simt | ir.Simd) for inner in ir.walk(outer.body)}
+        return tuple(copy for copy in self.of(ir.Copy) if id(copy) not in inside)
+
+    def of(self, kind: type | types.UnionType) -> Iterator[ir.Stmt]:
         """The statements of one kind."""
         return (stmt for stmt in self.statements if isinstance(stmt, kind))
 

@@ -49,7 +49,7 @@ def _spaces(subject: Subject, copy: ir.Copy) -> tuple[Space, Space]:
 
 def _paths(subject: Subject) -> Findings:
     paths = _PATHS.get(subject.chip.family)
-    for copy in subject.of(ir.Copy):
+    for copy in subject.transfers:
         path = _spaces(subject, copy)
         if paths is not None and path not in paths and set(path) <= _MEMORIES:
             message = f"{_name(copy)}: {subject.chip.name} has no path {path[0].name} -> {path[1].name}"
@@ -115,7 +115,7 @@ def _rows(subject: Subject, copy: ir.Copy) -> _Rows:
 def _gm_ub(subject: Subject) -> list[ir.Copy]:
     """The transfers between GM and a row-major buffer in UB."""
     pairs = ((Space.GM, Space.UB), (Space.UB, Space.GM))
-    copies = [copy for copy in subject.of(ir.Copy) if _spaces(subject, copy) in pairs]
+    copies = [copy for copy in subject.transfers if _spaces(subject, copy) in pairs]
     return [copy for copy in copies if not any(subject.buffer(region).layout for region in (copy.src, copy.dst))]
 
 
@@ -129,19 +129,18 @@ def _row_alignment(subject: Subject) -> Findings:
         loading = _spaces(subject, copy)[0] is Space.GM
         if rows.pitch % C0_BYTES:
             message = f"{_name(copy)}: rows stand {rows.pitch} bytes apart in UB, not a multiple of {C0_BYTES}"
-            remedy = f"Make the UB buffer {wide} elements wide" + (
-                " and pass pad_value=" if loading and rows.nbytes % C0_BYTES else ""
-            )
-            yield copy.loc, message, remedy
+            padding = " and pass pad_value=" if loading and rows.nbytes % C0_BYTES else ""
+            yield copy.loc, message, f"Make the UB buffer {wide} elements wide{padding}"
         elif loading and rows.nbytes % C0_BYTES and "pad" not in copy.attrs:
-            message = (
-                f"{_name(copy)}: rows of {rows.nbytes} bytes, not a multiple of {C0_BYTES}, leave stale tails in UB"
-            )
+            message = f"{_name(copy)}: rows of {rows.nbytes} bytes, not a multiple of {C0_BYTES}, leave stale tails"
             yield copy.loc, message, "Pass pad_value="
 
 
 def _start(subject: Subject) -> Findings:
-    for copy in subject.of(ir.Copy):
+    for copy in subject.transfers:
+        src, dst = _spaces(subject, copy)
+        if src is dst or not {src, dst} <= _MEMORIES:
+            continue  # moved through registers, element by element
         for region in (copy.src, copy.dst):
             step = _misaligned_step(subject, region)
             if step is not None:
@@ -177,12 +176,9 @@ def _limits(subject: Subject) -> Findings:
         if rows.count is not None and rows.count > MAX_ROWS:
             yield copy.loc, f"{_name(copy)}: {rows.count} rows, one transfer takes {MAX_ROWS}", "Copy in several steps"
         if rows.nbytes is not None and rows.nbytes > longest:
-            yield (
-                copy.loc,
-                f"{_name(copy)}: rows of {rows.nbytes} bytes, one transfer takes {longest}",
-                "Copy in several steps",
-            )
-    for copy in subject.of(ir.Copy):
+            message = f"{_name(copy)}: rows of {rows.nbytes} bytes, one transfer takes {longest}"
+            yield copy.loc, message, "Copy in several steps"
+    for copy in subject.transfers:
         if _spaces(subject, copy) != (Space.GM, Space.L1) or len(copy.dst.extents) < 2:
             continue
         rows, columns = (mem.static(extent) for extent in copy.dst.extents[-2:])

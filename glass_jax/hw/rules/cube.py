@@ -43,15 +43,14 @@ def _largest(subject: Subject) -> Findings:
 
 def _transpose(subject: Subject) -> Findings:
     for gemm in subject.of(ir.Gemm):
+        if Space.L1 not in (subject.buffer(gemm.a).space, subject.buffer(gemm.b).space):
+            continue  # copies from L1 to L0 transpose
         if not gemm.transpose_b:
-            message = f"B ({gemm.b.buffer}) is [K, N]; the cube reads it as [N, K]"
-            yield (
-                gemm.loc,
-                message,
-                "Pass transpose_B=True, and load B with T.copy(..., transpose=True) if it is [K, N] in memory",
-            )
+            message = f"B ({gemm.b.buffer}) is [K, N] in L1 and is read as [N, K]"
+            remedy = "Pass transpose_B=True; if B is [K, N] in memory, load it with T.copy(..., transpose=True)"
+            yield gemm.loc, message, remedy
         if gemm.transpose_a:
-            message = f"A ({gemm.a.buffer}) is [K, M]; the cube reads it as [M, K]"
+            message = f"A ({gemm.a.buffer}) is [K, M] in L1 and is read as [M, K]"
             yield gemm.loc, message, "Load A with T.copy(..., transpose=True)"
 
 
@@ -93,7 +92,7 @@ def _places(subject: Subject) -> Findings:
 RULES = (
     Rule("gemm-tile", "The cube computes 16 x 16 x 32 bytes; other extents read what stands beside the tile.", _tile),
     Rule("gemm-extent", "The m, n and k of an instruction are 12-bit numbers.", _largest),
-    Rule("gemm-transpose", "The cube contracts the last dimensions of A [M, K] and B [N, K].", _transpose),
+    Rule("gemm-transpose", "A product from L1 contracts the last dimensions of A [M, K] and B [N, K].", _transpose),
     Rule(
         "gemm-dtype",
         "The cube has one data path for each pair of types it takes, and one accumulator type for each.",

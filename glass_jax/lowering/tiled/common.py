@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import mlir
 
-from glass_jax import errors
+from glass_jax import config, errors
 from glass_jax.lowering import artifact, ascend, npu_model
 
 _RUNNERS = {"npu_model": npu_model.call, "ascend": ascend.call}
@@ -32,6 +33,13 @@ def pad(x: jax.Array, shape: Sequence[int]) -> jax.Array:
     if x.shape == tuple(shape):
         return x
     return jnp.pad(x, [(0, want - have) for have, want in zip(x.shape, shape, strict=True)])
+
+
+def say_padding(name: str, sizes: dict[str, int], padded: dict[str, int]) -> None:
+    """With ``debug`` on, says what of the operation ``name`` is padded for the hardware."""
+    if config.current().debug:
+        changes = [f"{dim.upper()} {size} -> {padded[dim]}" for dim, size in sizes.items() if padded[dim] != size]
+        print(f"glass: {name} {sizes}: padding {', '.join(changes) or 'none'}", file=sys.stderr, flush=True)
 
 
 class Sharded(NamedTuple):

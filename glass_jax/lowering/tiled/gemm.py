@@ -134,6 +134,7 @@ def _local(lhs: jax.Array, rhs: jax.Array, *bias: jax.Array, params) -> jax.Arra
     multiples = _alignment(lhs.dtype, rhs.dtype, params)
     rows = lhs.shape[-1 if params.transpose_lhs else -2]
     padded = {name: common.next_multiple(size, multiples[name]) for name, size in (("m", rows), ("n", n), ("k", k))}
+    common.say_padding("gemm", {"m": rows, "n": n, "k": k}, padded)
     lhs = common.pad(lhs, (lhs.shape[0], *(padded[d] for d in ("km" if params.transpose_lhs else "mk"))))
     rhs = common.pad(rhs, (rhs.shape[0], *(padded[d] for d in ("nk" if params.transpose_rhs else "kn"))))
     bias = [common.pad(x, (x.shape[0], padded["n"])) for x in bias]

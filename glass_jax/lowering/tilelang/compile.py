@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pathlib
 import re
-import traceback
 from typing import Any
 
 import tilelang
@@ -20,7 +18,9 @@ from glass_jax.lowering.tilelang.decode import Decoder
 _SIGNATURE = re.compile(r"__global__[^{;]*?\b(?P<entry>\w+)\((?P<params>[^)]*)\)\s*\{")
 
 
-def compile(kernel: artifact.Kernel, chip: str, key: str, arch: str, versions: dict[str, str]) -> artifact.Artifact:  # noqa: A001
+def compile(  # noqa: A001
+    kernel: artifact.Kernel, chip: str, key: str, arch: str, versions: dict[str, str]
+) -> artifact.Artifact:
     """``kernel`` for ``chip``, by TileLang, uncached.
 
     Args:
@@ -32,12 +32,12 @@ def compile(kernel: artifact.Kernel, chip: str, key: str, arch: str, versions: d
 
     Raises:
       UnsupportedError: the kernel uses something that has no form in a Program, or that a launch cannot pass.
-      GlassError: TileLang refused the kernel; the message says why and, where it is known, at which line.
+      GlassError: TileLang refused the kernel; the message says why, and where the kernel is.
     """
     func = kernel.build(chip).with_attr("global_symbol", kernel.name)
     decoder = Decoder(func)
     program = decoder.program()
-    compiled, kept = _lower(func, kernel)
+    compiled, kept = _lower(func, kernel, decoder.where)
     device = memory.device_function(compiled.device_mod)
     return artifact.Artifact(
         key=key,
@@ -48,14 +48,14 @@ def compile(kernel: artifact.Kernel, chip: str, key: str, arch: str, versions: d
         launch_order=_launch_order(compiled.kernel_source, program),
         block_dim=int(device.attrs["thread_extent"]["blockIdx.x"]),
         dynamic_ub_bytes=int(device.attrs.get("dyn_shared_memory_buf", 0)),
-        workspace_bytes=0,  # the compiler has no scratch in GM of its own: a kernel takes it as a parameter
+        workspace_bytes=0,  # scratch in GM would be a buffer that the kernel allocates there, which is not decoded
         arch=arch,
         memory=memory.allocations(kept, decoder.storages),
         versions=versions,
     )
 
 
-def _lower(func: tirx.PrimFunc, kernel: artifact.Kernel) -> tuple[Any, dict[str, Any]]:
+def _lower(func: tirx.PrimFunc, kernel: artifact.Kernel, where: str) -> tuple[Any, dict[str, Any]]:
     """What TileLang makes of ``func``, and the modules between its passes that :mod:`memory` reads."""
     target = tvm.target.Target({"kind": "ascend"})
     instrument, kept = memory.watch()
@@ -63,7 +63,7 @@ def _lower(func: tirx.PrimFunc, kernel: artifact.Kernel) -> tuple[Any, dict[str,
         with target, tvm.transform.PassContext(config=dict(kernel.pass_configs), instruments=[instrument]):
             return tilelang.lower(func, target=target), kept
     except Exception as error:
-        raise errors.GlassError(f"TileLang refused kernel {kernel.name}{_place(error)}: {_reason(error)}") from error
+        raise errors.GlassError(f"{where}: TileLang refused kernel {kernel.name}: {_reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:
@@ -72,26 +72,13 @@ def _reason(error: Exception) -> str:
     return lines[-1] if lines else type(error).__name__
 
 
-def _place(error: Exception) -> str:
-    """Where the error comes from, if a line of a kernel is in its message or its traceback."""
-    if match := re.search(r"([\w./\\-]+\.py):(\d+)", str(error)):
-        return f" at {match[1]}:{match[2]}"
-    package = pathlib.Path(tilelang.__file__).parent
-    here = pathlib.Path(__file__)
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        path = pathlib.Path(frame.filename)
-        if path.suffix == ".py" and path != here and not path.is_relative_to(package) and "tvm" not in path.parts:
-            return f" at {path}:{frame.lineno}"
-    return ""
-
-
 def _arguments(program: ir.Program, outputs: tuple[int, ...]) -> tuple[artifact.Argument, ...]:
     arguments = []
     for position, name in enumerate(program.params):
         buffer = program.buffers[name]
         if not all(isinstance(size, int) for size in buffer.shape):
             raise errors.UnsupportedError(
-                f"kernel {program.name}: the shape of {name} is dynamic; build the kernel for the shape it is called with"
+                f"kernel {program.name}: the shape of {name} is dynamic; build the kernel for one shape"
             )
         arguments.append(artifact.Argument(name, buffer.shape, buffer.dtype, position in outputs))
     if not outputs or not all(0 <= position < len(arguments) for position in outputs):
@@ -106,5 +93,7 @@ def _launch_order(source: str, program: ir.Program) -> tuple[int, ...]:
     signature = _SIGNATURE.search(source)
     names = [param.split()[-1].lstrip("*") for param in signature["params"].split(",") if param.strip()]
     if unknown := set(names) - set(program.params):
-        raise errors.UnsupportedError(f"kernel {program.name}: it takes {', '.join(sorted(unknown))}, which are not tensors")
+        raise errors.UnsupportedError(
+            f"kernel {program.name}: it takes {', '.join(sorted(unknown))}, which are not tensors"
+        )
     return tuple(program.params.index(name) for name in names)

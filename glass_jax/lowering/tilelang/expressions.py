@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 _FUNCTIONS = {
     name: name
     for name in (
-        "exp", "exp2", "exp10", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "sigmoid", "tanh", "sin", "cos", "tan",
-        "sinh", "cosh", "asin", "acos", "atan", "atan2", "erf", "floor", "ceil", "trunc", "round", "nearbyint",
+        "exp", "exp2", "exp10", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "sigmoid", "tanh", "sin", "cos",
+        "tan", "sinh", "cosh", "asin", "acos", "atan", "atan2", "erf", "floor", "ceil", "trunc", "round", "nearbyint",
         "isnan", "isinf", "isfinite", "clz", "popcount", "reinterpret", "fmod", "copysign", "hypot", "ldexp",
     )
 } | {"fabs": "abs", "bitwise_not": "bitnot", "round_ties_away_from_zero": "round_away"}  # fmt: skip
@@ -104,7 +104,9 @@ def _select(decoder: Decoder, condition: Any, then: Any, orelse: Any, expr: Any)
 
 def _cast(decoder: Decoder, expr: tirx.Cast) -> ir.Cast:
     if "round" in (getattr(expr, "annotations", None) or {}):
-        raise errors.UnsupportedError(f"{decoder.where}: a cast with a rounding mode of its own is not decoded, in {expr}")
+        raise errors.UnsupportedError(
+            f"{decoder.where}: a cast with a rounding mode of its own is not decoded, in {expr}"
+        )
     return ir.Cast(decode(decoder, expr.value), str(expr.dtype))
 
 

@@ -1,8 +1,8 @@
 """Where the compiler put each on-chip buffer: read by watching its passes.
 
-TileLang merges the buffers of a memory into one allocation and keeps no record of what went where, but the pass that merges
-changes nothing else: the same accesses stand in the same order before and after it, and an access that moved by so many
-bytes tells the address of its buffer. The number of versions is what the scheduler wrote down as it chose them.
+TileLang merges the buffers of a memory into one allocation and keeps no record of what went where, but the pass that
+merges changes nothing else: the same accesses stand in the same order before and after it, and an access that moved by
+so many bytes tells the address of its buffer. The number of versions is what the scheduler wrote down as it chose them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from tvm import arith, tirx
 from tvm.ir.instrument import PassInstrument, pass_instrument
 
 from glass_jax import errors
-from glass_jax.hw import memory, program as ir
+from glass_jax.hw import memory
+from glass_jax.hw import program as ir
 from glass_jax.lowering.tilelang.expressions import op_name, short
 
 _SPACES = {
@@ -29,7 +30,7 @@ _SCHEDULE, _MERGE = "tl.AutoSchedule", "tl.MergeUBAllocations"
 
 
 def watch() -> tuple[PassInstrument, dict[str, Any]]:
-    """An instrument for ``PassContext`` and the modules that it will have kept: ``scheduled``, ``apart`` and ``merged``."""
+    """An instrument for ``PassContext``, and the modules it will keep: ``scheduled``, ``apart`` and ``merged``."""
     kept: dict[str, Any] = {}
 
     @pass_instrument
@@ -50,12 +51,13 @@ def watch() -> tuple[PassInstrument, dict[str, Any]]:
 def allocations(kept: dict[str, Any], storages: Mapping[str, Sequence[str]]) -> tuple[ir.Allocation, ...]:
     """The on-chip memory map of a kernel.
 
-    Products of L1 operands, which go through L0 in parts that the kernel does not name, count as ``gemm.a`` and ``gemm.b``.
+    Products of L1 operands, which go through L0 in parts that the kernel does not name, count as ``gemm.a`` and
+    ``gemm.b``.
 
     Args:
       kept: what :func:`watch` collected while the kernel was compiled.
-      storages: the names that the kernel's Program has for the memory the compiler knows by one name, in the order of their
-        allocation.
+      storages: the names that the kernel's Program has for the memory the compiler knows by one name, in the order of
+        their allocation.
     """
     versions = _versions(kept["scheduled"]) if "scheduled" in kept else {}
     apart, merged = device_function(kept["apart"]), device_function(kept["merged"])
@@ -77,7 +79,9 @@ def device_function(module: Any) -> tirx.PrimFunc:
     """The function of ``module`` that runs on the NPU."""
     functions = [f for f in module.functions.values() if f.attrs.get("tirx.is_global_func")]
     if len(functions) != 1:
-        raise errors.UnsupportedError(f"a kernel with {len(functions)} launches is not compiled; make each a kernel of its own")
+        raise errors.UnsupportedError(
+            f"a kernel with {len(functions)} launches is not compiled; make each a kernel of its own"
+        )
     return functions[0]
 
 
@@ -87,7 +91,9 @@ def _versions(module: Any) -> dict[str, int]:
 
     def visit(node: Any) -> None:
         if isinstance(node, tirx.SBlock):
-            found.update({var.name: int(count) for var, count in node.annotations.get("tl.buffer_versions_map", {}).items()})
+            found.update(
+                {var.name: int(count) for var, count in node.annotations.get("tl.buffer_versions_map", {}).items()}
+            )
 
     for function in module.functions.values():
         tirx.stmt_functor.post_order_visit(function.body, visit)
@@ -128,8 +134,11 @@ def _offsets(apart: tirx.PrimFunc, merged: tirx.PrimFunc) -> dict[tirx.Var, int]
         index = analyzer.simplify(index)
         return index.base if isinstance(index, tirx.Ramp) else index
 
+    pairs = _accesses(apart), _accesses(merged)
+    if len(pairs[0]) != len(pairs[1]):
+        raise errors.GlassError("this version of TileLang merges buffers in a way that cannot be followed; use 0.1.15")
     offsets: dict[tirx.Var, int] = {}
-    for (storage, before, size), (home, after, _) in zip(_accesses(apart), _accesses(merged), strict=True):
+    for (storage, before, size), (home, after, _) in zip(*pairs, strict=True):
         if not storage.same_as(home) and storage not in offsets:
             offsets[storage] = int(analyzer.simplify(first(after) - first(before))) * size
     return offsets

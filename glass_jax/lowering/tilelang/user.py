@@ -49,9 +49,10 @@ def user_kernel(func: Any, *args: Any, out_idx: Sequence[int] | int | None = Non
 
     Args:
       func: a ``@T.prim_func``, or a ``@tilelang.jit`` function.
-      *args, **kwargs: arguments of the ``@tilelang.jit`` function; a ``@T.prim_func`` takes none.
+      *args: arguments of the ``@tilelang.jit`` function; a ``@T.prim_func`` takes none.
       out_idx: positions of the results among the kernel's parameters, negative ones from the end. Default: what
         ``@tilelang.jit`` says, else the last parameter.
+      **kwargs: like ``args``.
 
     Raises:
       HardwareConstraintError: ``func`` is no kernel, takes no such arguments, or has no parameter at ``out_idx``.
@@ -65,7 +66,9 @@ def user_kernel(func: Any, *args: Any, out_idx: Sequence[int] | int | None = Non
         out_idx = func.out_idx if out_idx is None else out_idx
         func = func.get_tir(*args, **kwargs)
     elif args or kwargs:
-        raise errors.HardwareConstraintError("arguments are for @tilelang.jit functions; a @T.prim_func is a kernel as it is")
+        raise errors.HardwareConstraintError(
+            "arguments are for @tilelang.jit functions; a @T.prim_func is a kernel as it is"
+        )
     if not isinstance(func, tirx.PrimFunc):
         raise errors.HardwareConstraintError(
             f"expected a TileLang kernel (a @T.prim_func or a @tilelang.jit function), got {type(func).__name__}"
@@ -74,7 +77,9 @@ def user_kernel(func: Any, *args: Any, out_idx: Sequence[int] | int | None = Non
     indices = [-1] if out_idx is None else [out_idx] if isinstance(out_idx, int) else list(out_idx)
     count = len(func.params)
     if bad := [index for index in indices if not -count <= index < count]:
-        raise errors.HardwareConstraintError(f"kernel {name}: out_idx {bad} of {count} parameters; use 0 to {count - 1}")
+        raise errors.HardwareConstraintError(
+            f"kernel {name}: out_idx {bad} of {count} parameters; use 0 to {count - 1}"
+        )
     outputs = tuple(index % count for index in indices)
     arguments = tuple(_argument(func, position, position in outputs) for position in range(count))
     text = func.script(show_meta=True)
@@ -85,12 +90,14 @@ def _argument(func: Any, position: int, output: bool) -> Argument:
     param = func.params[position]
     name = str(func.attrs["global_symbol"])
     if param not in func.buffer_map:
-        raise errors.UnsupportedError(f"kernel {name}: parameter {param.name} is a scalar; pass it as a tensor of one element")
+        raise errors.UnsupportedError(
+            f"kernel {name}: parameter {param.name} is a scalar; pass it as a tensor of one element"
+        )
     buffer = func.buffer_map[param]
     try:
         shape = tuple(int(size) for size in buffer.shape)
     except TypeError as error:
         raise errors.UnsupportedError(
-            f"kernel {name}: the shape {tuple(buffer.shape)} of {buffer.name} is dynamic; build the kernel for one shape"
+            f"kernel {name}: the shape of {buffer.name} is dynamic; build the kernel for one shape"
         ) from error
     return Argument(str(buffer.name), shape, str(buffer.dtype), output)

@@ -1,9 +1,10 @@
 """``gemm``: ``activation(lhs @ rhs + bias)`` on the cube unit, the epilogue on the vector units.
 
 A grid of as many blocks as there are cores walks over the tiles of the result. For each tile the operand tiles stream
-through L1, several versions of each, and are accumulated in L0C. A plain product is stored from there, converted on the way.
-With a bias or an activation the accumulators go to the two vector units, half of the rows each, and from them to global
-memory, while the cube is busy with the next tile. Tiles that reach over the edge of an operand are cut by the copies.
+through L1, several versions of each, and are accumulated in L0C. A plain product is stored from there, converted on the
+way. With a bias or an activation the accumulators go to the two vector units, half of the rows each, and from them to
+global memory, while the cube is busy with the next tile. Tiles that reach over the edge of an operand are cut by the
+copies.
 """
 
 # Annotations are evaluated here: TileLang reads those of a kernel's parameters, which name local variables.
@@ -26,9 +27,9 @@ _MAX_THREADS = 512
 def alignment(operand_dtype: str, out_dtype: str, *, transpose_lhs: bool, transpose_rhs: bool) -> dict[str, int]:
     """Multiples that M, N and K of the kernel's operands must have.
 
-    ``k``: the copies into L1 fill what they cut off with zeros in whole blocks of 32 bytes, so that a block that K ends in
-    would keep what it held. ``n``: rows of the result and of a bias are stored and loaded in whole blocks of 32 bytes. Any
-    other dimension that is contiguous in global memory starts its rows at multiples of 32 bytes.
+    ``k``: the copies into L1 fill what they cut off with zeros in whole blocks of 32 bytes, so that a block that K ends
+    in would keep what it held. ``n``: rows of the result and of a bias are stored and loaded in whole blocks of 32
+    bytes. Any other dimension that is contiguous in global memory starts its rows at multiples of 32 bytes.
 
     Args:
       operand_dtype: one of :data:`OPERAND_DTYPES`.
@@ -59,8 +60,8 @@ class GemmKernel:
     ``out``     ``[batch, m, n]``                                   ``out_dtype``
     ==========  ==================================================  ===========================================
 
-    Sums are float32 (int32 for int8), and so are bias and activation; there is one rounding, to ``out_dtype``. ``gelu`` is
-    the tanh form, ``silu`` is ``z * sigmoid(z)``.
+    Sums are float32 (int32 for int8), and so are bias and activation; there is one rounding, to ``out_dtype``. ``gelu``
+    is the tanh form, ``silu`` is ``z * sigmoid(z)``.
 
     Attributes:
       batch: number of products.
@@ -102,7 +103,7 @@ class GemmKernel:
                 raise errors.HardwareConstraintError(f"gemm kernel: {field}={value!r}; use one of {allowed}")
         if (self.operand_dtype == "int8") != (self.out_dtype == "int32"):
             raise errors.HardwareConstraintError(
-                f"gemm kernel: {self.operand_dtype} operands with a result of {self.out_dtype}; int8 goes with int32 only"
+                f"gemm kernel: {self.operand_dtype} operands, {self.out_dtype} result; int8 goes with int32 only"
             )
         multiples = alignment(
             self.operand_dtype, self.out_dtype, transpose_lhs=self.transpose_lhs, transpose_rhs=self.transpose_rhs
@@ -110,7 +111,7 @@ class GemmKernel:
         for field, multiple in multiples.items() | {("batch", 1)}:
             if (size := getattr(self, field)) < 1 or size % multiple:
                 raise errors.HardwareConstraintError(
-                    f"gemm kernel: {field}={size} must be a positive multiple of {multiple}; pad the operands with zeros"
+                    f"gemm kernel: {field}={size} must be a positive multiple of {multiple}; pad with zeros"
                 )
 
     @property
@@ -188,7 +189,12 @@ class GemmKernel:
         bm, bn, bk, stages = dataclasses.astuple(plan.tiles)
         m_tiles, n_tiles = math.ceil(self.m / bm), math.ceil(self.n / bn)
         tiles, k_steps = tiling.block_count(problem, plan.tiles), math.ceil(self.k / bk)
-        dtype, out_dtype, accumulator, activation = self.operand_dtype, self.out_dtype, self.accumulator, self.activation
+        dtype, out_dtype, accumulator, activation = (
+            self.operand_dtype,
+            self.out_dtype,
+            self.accumulator,
+            self.activation,
+        )
         threads = _threads(bm // 2 * bn)
         lhs_batch, rhs_batch, bias_batch = (int(x) for x in (self.lhs_batched, self.rhs_batched, self.bias_batched))
 
@@ -272,7 +278,7 @@ def _threads(elements: int) -> int:
     return threads
 
 
-def _activate(T, z, activation: str | None):  # noqa: N803 - the kernel language
+def _activate(T, z, activation: str | None):
     """The activation of one accumulator."""
     if activation == "relu":
         return T.max(z, T.cast(0, z.dtype))

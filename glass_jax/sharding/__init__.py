@@ -1,0 +1,1 @@
+"""Collectives, simulated meshes and expert parallelism."""

@@ -1,0 +1,53 @@
+"""What travels for a row: the values as they are, in a smaller dtype, or in 8 bits with a scale for every 128 of them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from glass_jax import errors
+
+BLOCK = 128  # values that share a scale
+SMALLEST = 1e-4  # what the largest magnitude of a block counts as at least, so that no scale is zero
+
+
+def check(dtype: jnp.dtype, payload: jnp.dtype) -> None:
+    """Raises HardwareConstraintError unless values of ``dtype`` can travel as ``payload``."""
+    if not (jnp.issubdtype(dtype, jnp.floating) and jnp.issubdtype(payload, jnp.floating)):
+        raise errors.HardwareConstraintError(
+            f"moe_dispatch: values of {dtype} cannot travel as {payload}; payload_dtype takes floating-point types only"
+        )
+
+
+def encode(x: jax.Array, dtype: jnp.dtype | None) -> jax.Array:
+    """``x`` ``[T, H]`` as it travels.
+
+    In 8 bits, a block's scale is its largest magnitude (at least 1e-4) over the largest number of ``dtype`` (448 in
+    float8_e4m3fn), and a row is its values' bytes followed by those of its float32 scales: uint8 ``[T, H + 4*ceil(H/128)]``.
+    """
+    if dtype is None or dtype.itemsize > 1:
+        return x if dtype is None else x.astype(dtype)
+    values = x.astype(jnp.float32)
+    blocks = _blocks(values)
+    amax = jnp.maximum(jnp.max(jnp.abs(blocks), axis=2, initial=0), SMALLEST)
+    scales = amax / jnp.finfo(dtype).max.astype(jnp.float32)
+    quantized = (blocks / scales[:, :, None]).astype(dtype).reshape(len(x), -1)[:, : x.shape[1]]
+    parts = [lax.bitcast_convert_type(each, jnp.uint8).reshape(len(x), -1) for each in (quantized, scales)]
+    return jnp.concatenate(parts, axis=1)
+
+
+def decode(rows: jax.Array, dtype: jnp.dtype | None, like: jax.Array) -> jax.Array:
+    """The values of ``rows`` that :func:`encode` made from rows like those of ``like`` ``[T, H]``, in its dtype."""
+    if dtype is None or dtype.itemsize > 1:
+        return rows.astype(like.dtype)
+    width = like.shape[1]
+    values = lax.bitcast_convert_type(rows[:, :width], dtype).astype(jnp.float32)
+    scales = lax.bitcast_convert_type(rows[:, width:].reshape(len(rows), -1, 4), jnp.float32)
+    values = _blocks(values) * scales[:, :, None]
+    return values.reshape(len(rows), -1)[:, :width].astype(like.dtype)
+
+
+def _blocks(x: jax.Array) -> jax.Array:
+    """``x`` ``[T, H]`` as ``[T, ceil(H/128), 128]``, zeros at the end."""
+    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % BLOCK))).reshape(len(x), -(-x.shape[1] // BLOCK), BLOCK)
