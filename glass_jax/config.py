@@ -24,7 +24,7 @@ class Config:
     """Values of every option.
 
     Attributes:
-      implementation: ``"xla"``, ``"npu_model"``, ``"ascend"``, or None: decided by the platform a function is lowered for.
+      implementation: ``"xla"``, ``"npu_model"``, ``"ascend"``, or None: by the platform a function is lowered for.
       chip: the NPU that kernels are generated for and modelled on, see ``glass_jax.hw.chips``.
       alignment: ``"pad"`` pads shapes that the hardware cannot take and slices the result; ``"strict"`` raises instead.
       debug: print each kernel's tile sizes, memory map, padding and cache use as it is prepared.

@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import build_file
-
 import glass_jax
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent

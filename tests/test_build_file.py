@@ -49,7 +49,7 @@ def write(root: pathlib.Path, name: str, text: str) -> None:
 
 def test_build_is_what_the_modules_import():
     found = list(build_file.problems(ROOT))
-    assert not found, "\n".join(["BUILD is out of date; `make build-file` rewrites it.", *found])
+    assert not found, "\n".join(["`make build-file` updates the lists; a cycle has to be cut.", *found])
 
 
 def test_rewriting_changes_nothing():

@@ -65,16 +65,24 @@ def test_bad_options_change_nothing(options, error, message):
 
 
 def _python(code: str, **env: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-c", code], env=os.environ | env, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | env, capture_output=True, text=True, check=False
+    )
 
 
 def test_environment_sets_the_defaults():
     code = "from glass_jax import config; print(config.current())"
-    out = _python(code, GLASS_IMPLEMENTATION="npu_model", GLASS_CHIP="ascend950pr", GLASS_ALIGNMENT="strict", GLASS_DEBUG="1")
-    assert out.stdout.strip() == "Config(implementation='npu_model', chip='950PR', alignment='strict', debug=True)", out.stderr
+    out = _python(
+        code, GLASS_IMPLEMENTATION="npu_model", GLASS_CHIP="ascend950pr", GLASS_ALIGNMENT="strict", GLASS_DEBUG="1"
+    )
+    assert out.stdout.strip() == "Config(implementation='npu_model', chip='950PR', alignment='strict', debug=True)", (
+        out.stderr
+    )
 
 
-@pytest.mark.parametrize(("name", "value"), [("GLASS_IMPLEMENTATION", "tpu"), ("GLASS_CHIP", "H100"), ("GLASS_DEBUG", "maybe")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("GLASS_IMPLEMENTATION", "tpu"), ("GLASS_CHIP", "H100"), ("GLASS_DEBUG", "maybe")]
+)
 def test_a_bad_environment_says_which_variable(name, value):
     out = _python("from glass_jax import config; config.current()", **{name: value})
     assert out.returncode != 0

@@ -9,12 +9,14 @@ of the loop but for the order in which float32 terms are added; what lies beyond
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from jax import lax
 
 from glass_jax.hw import copies, cube, numerics
 from glass_jax.hw import program as ir
@@ -55,20 +57,33 @@ class _Operand:
 
 
 @dataclasses.dataclass(frozen=True)
-class WholeProduct:
-    """The product of the whole arrays that a K loop multiplies tiles of.
+class _Pairing:
+    """How two whole arrays are multiplied; each field for a and for b.
 
     Attributes:
-      value: dimensions of a and b that go together, then the others of a, then those of b, without the contracted ones.
-      contracted: the dimension of a and of b that is summed over.
+      contracted: the dimension that is summed over.
       batch: dimensions of a and of b that go together.
-      free: the other dimensions of a and of b.
+      free: the other dimensions.
     """
 
-    value: jax.Array
     contracted: tuple[int, int]
     batch: cube.Axes
     free: cube.Axes
+
+    def of_product(self, a: Sequence[Any], b: Sequence[Any]) -> tuple[Any, ...]:
+        """What the dimensions of the product have, given what those of a and b have.
+
+        The product has the paired dimensions, then the free ones of a, then the free ones of b.
+        """
+        return (*(a[d] for d in (*self.batch[0], *self.free[0])), *(b[d] for d in self.free[1]))
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeProduct:
+    """The product of the whole arrays of which a K loop multiplies tiles."""
+
+    value: jax.Array
+    pairing: _Pairing
 
 
 def run_k_loop(machine: Machine, loop: ir.For, extent: int, live: frozenset[str]) -> bool:
@@ -190,21 +205,12 @@ def whole_products(machine: Machine, blocks: int) -> dict[int, WholeProduct]:
         stages = _stages(loop)
         if stages is None or {machine.memory.storage(c.src.buffer) for c in (stages.a, stages.b)} & written:
             continue
-        shape = _whole_shape(machine, loop, stages)
+        shapes = [buffers[copy.src.buffer].shape for copy in (stages.a, stages.b)]
+        pairing = _pairing(loop, stages, shapes)
         elements = trips * math.prod(buffers[stages.gemm.c.buffer].shape)
-        if shape is not None and math.prod(shape.dimensions) <= min(largest, elements):
-            found[id(loop)] = _multiply(machine, stages, shape)
+        if pairing is not None and math.prod(pairing.of_product(*shapes)) <= min(largest, elements):
+            found[id(loop)] = _multiply(machine, stages, pairing)
     return found
-
-
-@dataclasses.dataclass(frozen=True)
-class _Shape:
-    """What a whole product will be: its extents, and as in :class:`WholeProduct`."""
-
-    dimensions: tuple[int, ...]
-    contracted: tuple[int, int]
-    batch: cube.Axes
-    free: cube.Axes
 
 
 def _loops(body: tuple[ir.Stmt, ...], trips: int) -> Iterator[tuple[ir.For, int]]:
@@ -220,69 +226,66 @@ def _loops(body: tuple[ir.Stmt, ...], trips: int) -> Iterator[tuple[ir.For, int]
             yield from _loops(block, inside)
 
 
-def _whole_shape(machine: Machine, loop: ir.For, stages: _Stages) -> _Shape | None:
-    """The shape of a whole product, as far as the loop's text tells; None if it tells that there is none."""
+def _pairing(loop: ir.For, stages: _Stages, shapes: Sequence[tuple[int, ...]]) -> _Pairing | None:
+    """How the arrays of a K loop are multiplied, as far as its text tells; None if it tells that they are not."""
     inside = {loop.var.name}
     for stmt in loop.body:
         if isinstance(stmt, ir.Let) and _mentions(stmt.value, inside):
             inside.add(stmt.var.name)
-    regions = (stages.a.src, stages.b.src)
-    shapes = [machine.memory.buffers[region.buffer].shape for region in regions]
-    contracted = []
-    for region in regions:
-        moving = [dimension for dimension, start in enumerate(region.starts) if _mentions(start, inside)]
-        if len(moving) != 1:
-            return None
-        contracted.append(moving[0])
-    together = [
-        (i, j)
-        for i, start in enumerate(regions[0].starts)
-        for j, other in enumerate(regions[1].starts)
-        if start == other and not isinstance(start, ir.Const) and i != contracted[0] and j != contracted[1]
-        and regions[0].extents[i] == regions[1].extents[j] == 1 and shapes[0][i] == shapes[1][j]
-    ]  # fmt: skip
-    batch = tuple(i for i, _ in together), tuple(j for _, j in together)
-    if any(len(set(axes)) < len(axes) for axes in batch):
+    a, b = stages.a.src, stages.b.src
+    moving = [[d for d, start in enumerate(region.starts) if _mentions(start, inside)] for region in (a, b)]
+    if [len(dimensions) for dimensions in moving] != [1, 1]:
         return None
-    free = tuple(
-        tuple(d for d in range(len(shape)) if d != contracted[side] and d not in batch[side])
-        for side, shape in enumerate(shapes)
+    (k_a,), (k_b,) = moving
+    pairs = [
+        (i, j)
+        for i, j in itertools.product(range(len(a.starts)), range(len(b.starts)))
+        if i != k_a and j != k_b and a.extents[i] == b.extents[j] == 1 and shapes[0][i] == shapes[1][j]
+        if a.starts[i] == b.starts[j] and not isinstance(a.starts[i], ir.Const)
+    ]
+    batch = tuple(i for i, _ in pairs), tuple(j for _, j in pairs)
+    if any(len(set(dimensions)) < len(dimensions) for dimensions in batch):
+        return None
+    free = (
+        tuple(d for d in range(len(a.starts)) if d != k_a and d not in batch[0]),
+        tuple(d for d in range(len(b.starts)) if d != k_b and d not in batch[1]),
     )
-    dimensions = [shapes[0][d] for d in batch[0]] + [shapes[side][d] for side in (0, 1) for d in free[side]]
-    return _Shape(tuple(dimensions), tuple(contracted), batch, free)
+    return _Pairing((k_a, k_b), batch, free)
 
 
 def _mentions(expr: ir.Expr, names: set[str]) -> bool:
     return any(isinstance(e, ir.Var) and e.name in names for e in ir.subexpressions(expr))
 
 
-def _multiply(machine: Machine, stages: _Stages, shape: _Shape) -> WholeProduct:
+def _multiply(machine: Machine, stages: _Stages, pairing: _Pairing) -> WholeProduct:
     """Computes a whole product, without the free dimensions of size 1, for which XLA would lay it out in another order."""
     fetches = (stages.a, stages.b)
     views = [machine.memory.view(copy.src.buffer) for copy in fetches]
-    length = min(view.shape[axis] for view, axis in zip(views, shape.contracted, strict=True))
+    length = min(view.shape[d] for view, d in zip(views, pairing.contracted, strict=True))
     arrays, axes, batch = [], [], []
     for side, (copy, view) in enumerate(zip(fetches, views, strict=True)):
-        part = jax.lax.slice_in_dim(view, 0, length, axis=shape.contracted[side])
-        dropped = [d for d in shape.free[side] if view.shape[d] == 1]
+        part = lax.slice_in_dim(view, 0, length, axis=pairing.contracted[side])
+        dropped = [d for d in pairing.free[side] if view.shape[d] == 1]
         kept = [d for d in range(view.ndim) if d not in dropped]
-        arrays.append(jax.lax.squeeze(_fetched(machine, copy, part), dropped))
-        axes.append((kept.index(shape.contracted[side]),))
-        batch.append(tuple(kept.index(d) for d in shape.batch[side]))
+        arrays.append(lax.squeeze(_fetched(machine, copy, part), dropped))
+        axes.append((kept.index(pairing.contracted[side]),))
+        batch.append(tuple(kept.index(d) for d in pairing.batch[side]))
     value = cube.matmul(*arrays, tuple(axes), _accumulator(machine, stages.gemm), tuple(batch))
-    return WholeProduct(value.reshape(shape.dimensions), shape.contracted, shape.batch, shape.free)
+    return WholeProduct(value.reshape(pairing.of_product(*(view.shape for view in views))), pairing)
 
 
 def _tile_of_whole(machine: Machine, whole: WholeProduct | None, a: _Operand, b: _Operand) -> jax.Array | None:
     """A tile of a whole product; None if there is no whole product or a K loop does not sum over all of it."""
-    if whole is None or (a.contracted, b.contracted) != whole.contracted:
+    if whole is None or (a.contracted, b.contracted) != whole.pairing.contracted:
         return None
-    sizes = [machine.memory.buffers[operand.copy.src.buffer].shape[operand.contracted] for operand in (a, b)]
-    if any(o.starts[o.contracted].static != 0 or o.extents[o.contracted] < min(sizes) for o in (a, b)):
+    if any(o.starts[o.contracted].static != 0 for o in (a, b)):
         return None
-    together = [(a.starts[i], b.starts[j]) for i, j in zip(*whole.batch, strict=True)]
+    whole_length = min(machine.memory.buffers[o.copy.src.buffer].shape[o.contracted] for o in (a, b))
+    if min(o.extents[o.contracted] for o in (a, b)) < whole_length:
+        return None
+    batch = whole.pairing.batch
+    together = [(a.starts[i], b.starts[j]) for i, j in zip(*batch, strict=True)]
     if any(i.key != j.key or i.pattern != j.pattern for i, j in together):
         return None
-    picked = [(a, d) for d in (*whole.batch[0], *whole.free[0])] + [(b, d) for d in whole.free[1]]
-    starts = [operand.starts[d] for operand, d in picked]
-    return read_tile(whole.value, starts, [operand.extents[d] for operand, d in picked], machine.facts)
+    starts, extents = whole.pairing.of_product(a.starts, b.starts), whole.pairing.of_product(a.extents, b.extents)
+    return read_tile(whole.value, starts, extents, machine.facts)

@@ -14,11 +14,13 @@ def varying(x: jax.Array) -> frozenset[str]:
 def vary_alike(*operands: jax.Array) -> list[jax.Array]:
     """``operands``, each marked as varying over every manual axis that any of them varies over.
 
-    A primitive whose operands vary over different axes has a wrong gradient: the invariant one's cotangents would not be
-    summed over the axis. The cast's transpose is that sum.
+    A primitive whose operands vary over different axes has a wrong gradient: the invariant one's cotangents would not
+    be summed over the axis. The cast's transpose is that sum.
     """
     union = frozenset().union(*map(varying, operands))
-    return [lax.pcast(x, tuple(sorted(union - varying(x))), to="varying") if union - varying(x) else x for x in operands]
+    return [
+        lax.pcast(x, tuple(sorted(union - varying(x))), to="varying") if union - varying(x) else x for x in operands
+    ]
 
 
 def is_sharded(aval: jax.core.ShapedArray) -> bool:

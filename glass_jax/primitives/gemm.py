@@ -1,8 +1,8 @@
 """``gemm``: matrix product with bias and activation, as a JAX primitive.
 
-The primitive works on operands of one rank whose batch dimensions are equal or 1, as ``jnp.matmul`` broadcasts them; the
-public function brings its arguments to that form. An operand with a 1 stands for all positions of that dimension and is
-never copied, which is how ``vmap`` treats operands it does not map over.
+The primitive works on operands of one rank whose batch dimensions are equal or 1, as ``jnp.matmul`` broadcasts them;
+the public function brings its arguments to that form. An operand with a 1 stands for all positions of that dimension
+and is never copied, which is how ``vmap`` treats operands it does not map over.
 """
 
 from __future__ import annotations
@@ -201,7 +201,9 @@ def _abstract_eval(lhs, rhs, *bias, params: Params):
         )
     if params.alignment == "strict":
         tiled.check_alignment(m, n, k, lhs.dtype, rhs.dtype, params)
-    return lhs.update(shape=(*batch, m, n), dtype=params.out_dtype, weak_type=False, sharding=_sharding(lhs, rhs, params))
+    return lhs.update(
+        shape=(*batch, m, n), dtype=params.out_dtype, weak_type=False, sharding=_sharding(lhs, rhs, params)
+    )
 
 
 def _sharding(lhs, rhs, params: Params) -> jax.NamedSharding:
@@ -255,16 +257,22 @@ def _transpose(cotangent, lhs, rhs, *, params: Params):
     if ad.is_undefined_primal(lhs):
         aval = lhs.aval
         if params.transpose_lhs:
-            grad = _product(rhs, cotangent, params, out_dtype=aval.dtype, transpose_lhs=params.transpose_rhs, transpose_rhs=True)
+            grad = _product(
+                rhs, cotangent, params, out_dtype=aval.dtype, transpose_lhs=params.transpose_rhs, transpose_rhs=True
+            )
         else:
             grad = _product(cotangent, rhs, params, out_dtype=aval.dtype, transpose_rhs=not params.transpose_rhs)
         return _sum_to(grad, aval.shape), None
     aval = rhs.aval
     lhs, cotangent = _fold_batch(lhs, cotangent, aval.shape, params)
     if params.transpose_rhs:
-        grad = _product(cotangent, lhs, params, out_dtype=aval.dtype, transpose_lhs=True, transpose_rhs=params.transpose_lhs)
+        grad = _product(
+            cotangent, lhs, params, out_dtype=aval.dtype, transpose_lhs=True, transpose_rhs=params.transpose_lhs
+        )
     else:
-        grad = _product(lhs, cotangent, params, out_dtype=aval.dtype, transpose_lhs=not params.transpose_lhs, transpose_rhs=False)
+        grad = _product(
+            lhs, cotangent, params, out_dtype=aval.dtype, transpose_lhs=not params.transpose_lhs, transpose_rhs=False
+        )
     return None, _sum_to(grad, aval.shape)
 
 

@@ -1,4 +1,4 @@
-"""What every operation of the library shares as a JAX primitive: its rules registered together, its implementation chosen."""
+"""What every operation shares as a JAX primitive: its rules registered together, its implementation chosen."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Operation:
     Args:
       name: the operation's public name; its primitive is ``glass_<name>``.
       abstract_eval: ``(*avals, params) -> aval``, after every check that shapes and dtypes allow.
-      formula: ``(*operands, params, explicit) -> array``, the implementation ``"xla"``; ``explicit`` is the sharding of the
-        result if mesh axes are Explicit, else None.
+      formula: ``(*operands, params, explicit) -> array``, the implementation ``"xla"``; ``explicit`` is the sharding of
+        the result if mesh axes are Explicit, else None.
       tiled: ``(*operands, params, split) -> array``, the implementations that run the tile kernel: ``"npu_model"`` and
         ``"ascend"``, told apart by ``params.implementation``.
       batch: rule of ``vmap``.
@@ -80,7 +80,9 @@ class Operation:
         else:
             split = common.split_of(ctx)
             common.check_ascend(self.name, implementation, default, split)
-            fn = functools.partial(self._tiled, params=dataclasses.replace(params, implementation=implementation), split=split)
+            fn = functools.partial(
+                self._tiled, params=dataclasses.replace(params, implementation=implementation), split=split
+            )
         return mlir.lower_fun(fn, multiple_results=False)(ctx, *operands)
 
 
@@ -98,7 +100,7 @@ def _without_devices(rule: Callable) -> Callable:
 
 @functools.cache
 def _asks_for_devices() -> ClosedJaxpr:
-    """A program that holds a ``custom_partitioning`` equation, to be a parameter of primitives whose lowering makes one.
+    """A program that holds a ``custom_partitioning`` equation: a parameter of primitives whose lowering makes one.
 
     JAX tells a lowering the devices it is for only if such an equation can be seen when the lowering starts.
     """

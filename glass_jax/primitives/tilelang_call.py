@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -39,9 +38,7 @@ class Params:
         return [self.arguments[position] for position in self.kernel.outputs]
 
 
-def tilelang_call(
-    prim_func: Any, *, out_shape: Any, out_idx: int | Sequence[int] | None = None
-) -> Callable[..., Any]:
+def tilelang_call(prim_func: Any, *, out_shape: Any, out_idx: int | Sequence[int] | None = None) -> Callable[..., Any]:
     """A TileLang Ascend kernel as a function of JAX arrays.
 
     ::
@@ -52,13 +49,13 @@ def tilelang_call(
         f = glass.tilelang_call(add, out_shape=jax.ShapeDtypeStruct((n,), jnp.float32))
         c = jax.jit(f)(a, b)
 
-    The kernel runs on the NPU model, or, lowered for the platform ``ascend``, as the code that TileLang generates. It works
-    under ``jit``, ``vmap`` (one launch after the other) and ``shard_map``. It has no derivative of its own: give it one with
-    ``jax.custom_vjp``.
+    The kernel runs on the NPU model, or, lowered for the platform ``ascend``, as the code that TileLang generates. It
+    works under ``jit``, ``vmap`` (one launch after the other) and ``shard_map``. It has no derivative of its own: give
+    it one with ``jax.custom_vjp``.
 
     Args:
-      prim_func: a ``@T.prim_func`` of static shapes, or a ``@tilelang.jit`` function that takes no arguments; one that does
-        gives a ``prim_func`` by ``.get_tir(*args)``.
+      prim_func: a ``@T.prim_func`` of static shapes, or a ``@tilelang.jit`` function that takes no arguments; one that
+        does gives a ``prim_func`` by ``.get_tir(*args)``.
       out_shape: a ``jax.ShapeDtypeStruct`` for the result, or a pytree of them, in the order of ``out_idx``.
       out_idx: positions of the results among the kernel's parameters (negative ones count from the end); default: the
         last ones, as many as ``out_shape`` has.
@@ -69,8 +66,8 @@ def tilelang_call(
     Raises:
       HardwareConstraintError: (a ValueError) ``out_shape`` or an array does not match the kernel's signature.
       MissingDependencyError: TileLang is not installed.
-      UnsupportedError: the kernel has a dynamic shape, or implementation ``"xla"`` is asked for, which a kernel without a
-        formula does not have.
+      UnsupportedError: the kernel has a dynamic shape, or implementation ``"xla"`` is asked for, which a kernel
+        without a formula does not have.
     """
     from glass_jax.lowering.tilelang import user
 
@@ -105,16 +102,16 @@ def _check(kernel: str, what: str, argument: artifact.Argument, given: Any) -> N
     have, want = (tuple(given.shape), jnp.dtype(given.dtype)), (argument.shape, jnp.dtype(argument.dtype))
     if have != want:
         raise errors.HardwareConstraintError(
-            f"kernel {kernel}: parameter {argument.name} is {want[1]}{list(want[0])}, {what} is {have[1]}{list(have[0])}; "
-            "build the kernel for these shapes, or convert the array"
+            f"kernel {kernel}: parameter {argument.name} is {want[1]}{list(want[0])}, {what} is "
+            f"{have[1]}{list(have[0])}; build the kernel for these shapes, or convert the array"
         )
 
 
 def _abstract_eval(*operands, params: Params):
     if any(axes.is_sharded(aval) for aval in operands):
         raise errors.UnsupportedError(
-            f"kernel {params.kernel.name} is for whole arrays, and an operand is sharded over an Explicit mesh axis; call it "
-            "inside jax.shard_map, where it sees one device's part"
+            f"kernel {params.kernel.name} is for whole arrays, and an operand is sharded over an Explicit mesh axis; "
+            "call it inside jax.shard_map, where it sees one device's part"
         )
     types = [(result.shape, jnp.dtype(result.dtype)) for result in params.results]
     if not operands:
@@ -140,7 +137,9 @@ def _batch(operands, dims, *, params: Params):
 
     def one(rows):
         rows = iter(rows)
-        return call_p.bind(*(x if dim is None else next(rows) for x, dim in zip(operands, dims, strict=True)), params=params)
+        return call_p.bind(
+            *(x if dim is None else next(rows) for x, dim in zip(operands, dims, strict=True)), params=params
+        )
 
     return lax.map(one, mapped), [0] * len(params.results)
 

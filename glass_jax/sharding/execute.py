@@ -6,9 +6,6 @@ vmapped axis, on which every permutation must be complete, so that idle ranks se
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -74,16 +71,22 @@ def _receives(transfer: Transfer, t: jax.Array | int, rank: jax.Array) -> jax.Ar
     return receives & (turn >= 0) & (turn < transfer.recv.period)
 
 
+def _dst(transfer: Transfer, t: jax.Array | int) -> np.ndarray:
+    """The permutation of repeat ``t``, a number if it changes; an idle rank's message is one that nobody keeps."""
+    return transfer.destinations(t) if transfer.turn else transfer.dst
+
+
 class _Runner:
     """One rank's side of a schedule.
 
     Args:
       axis_name: the mesh axes whose devices are the ranks, or the vmapped axis that simulates them.
       simulated: whether it is vmapped.
+      accumulate: the dtype of sums.
     """
 
-    def __init__(self, axis_name: AxisName, simulated: bool):
-        self.axis_name, self.simulated = axis_name, simulated
+    def __init__(self, axis_name: AxisName, simulated: bool, accumulate: jnp.dtype):
+        self.axis_name, self.simulated, self.accumulate = axis_name, simulated, accumulate
         self.rank = lax.axis_index(axis_name)
 
     def phase(self, phase: Phase, buffer: jax.Array) -> jax.Array:
@@ -91,18 +94,16 @@ class _Runner:
         if phase.concurrent:
             return self._at_once(phase, buffer)
         source = buffer if phase.reads_start else None
-        if any(transfer.turn for transfer in phase.transfers):  # a permutation is static, so these cannot be a loop
+        if phase.repeat == 1 or any(transfer.turn for transfer in phase.transfers):  # a loop cannot change its permutation
             for t in range(phase.repeat):
                 buffer = self._step(phase, t, buffer, source)
             return buffer
-        if phase.repeat == 1:
-            return self._step(phase, 0, buffer, source)
         return lax.fori_loop(0, phase.repeat, lambda t, now: self._step(phase, t, now, source), buffer)
 
     def _step(self, phase: Phase, t: jax.Array | int, buffer: jax.Array, source: jax.Array | None) -> jax.Array:
         source = buffer if source is None else source
         arrivals = [
-            permute(_take(source, transfer.send, t, self.rank), self._dst(transfer, t), self.axis_name, simulated=self.simulated)
+            permute(_take(source, transfer.send, t, self.rank), _dst(transfer, t), self.axis_name, simulated=self.simulated)
             for transfer in phase.transfers
         ]
         for transfer, value in zip(phase.transfers, arrivals, strict=True):
@@ -114,27 +115,58 @@ class _Runner:
             buffer = _put(buffer, transfer.recv, t, self.rank, value)
         return buffer
 
-    def _dst(self, transfer: Transfer, t: jax.Array | int) -> np.ndarray:
-        return transfer.destinations(t) if transfer.turn else transfer.dst
-
     def _at_once(self, phase: Phase, buffer: jax.Array) -> jax.Array:
-        """All ranks to all ranks at once, which are JAX's own collectives; chunk r is for, or of, rank r.
-
-        After a reduction only the rank's own chunk has a meaning, so all of them may be it.
-        """
+        """All ranks to all ranks at once, which are JAX's own collectives; chunk r is for, or of, rank r."""
         (transfer,) = phase.transfers
         if transfer.op == COPY and transfer.send.step == 0:
             return lax.all_gather(_take(buffer, transfer.send, 0, self.rank), self.axis_name, tiled=True)
-        buffer = lax.all_to_all(buffer, self.axis_name, 0, 0, tiled=True)
+        arrived = lax.all_to_all(buffer, self.axis_name, 0, 0, tiled=True)
         if transfer.op == COPY:
-            return buffer
-        return buffer  # summed by the caller
+            return arrived
+        own = ordered_sum(arrived.astype(self.accumulate))
+        return jnp.broadcast_to(own, buffer.shape)  # only the rank's own chunk has a meaning now, and all are it
 
 
-def pairwise_sum(x: jax.Array) -> jax.Array:
-    """The sum over the first axis in one fixed order, by halves: the same bits wherever and however it is compiled."""
-    parts = list(x)
-    while len(parts) > 1:
-        half = len(parts) // 2
-        parts = [a + b for a, b in zip(parts[:half], parts[half:], strict=False)] + parts[2 * half :]
-    return parts[0]
+def ordered_sum(x: jax.Array) -> jax.Array:
+    """The sum over the first axis, by halves: in one order, so the same bits wherever and however it is compiled."""
+    while (n := len(x)) > 1:
+        half = n // 2
+        x = jnp.concatenate([x[:half] + x[half : 2 * half], x[2 * half :]]) if n % 2 else x[:half] + x[half:]
+    return x[0]
+
+
+def execute(
+    schedule: Schedule, x: jax.Array, axis_name: AxisName, *, simulated: bool, accumulate: jnp.dtype
+) -> jax.Array:
+    """One rank's result of a schedule.
+
+    Args:
+      schedule: for as many ranks as the axes have.
+      x: ``[placed chunks, elements]``, the rank's input.
+      axis_name: the mesh axes whose devices are the ranks, or the vmapped axis that simulates them.
+      simulated: whether it is vmapped.
+      accumulate: the dtype that sums are formed and travel in; between inputs and outputs of ``x``'s dtype.
+
+    Returns:
+      ``[result chunks, elements]``.
+    """
+    runner = _Runner(axis_name, simulated, accumulate)
+    buffer = _placed(schedule, x, runner.rank)
+    reductions = sum(phase.transfers[0].op == REDUCE for phase in schedule.phases)  # which come first
+    for number, phase in enumerate(schedule.phases):
+        if number < reductions and not phase.concurrent:  # what travels at once is summed only on arrival
+            buffer = buffer.astype(accumulate)
+        buffer = runner.phase(phase, buffer)
+        if number == reductions - 1:
+            buffer = buffer.astype(x.dtype)
+    return _take(buffer, schedule.result, 0, runner.rank)
+
+
+def _placed(schedule: Schedule, x: jax.Array, rank: jax.Array) -> jax.Array:
+    """The buffer at the start: ``[nchunks, elements]``."""
+    placed = schedule.placed
+    if placed.width == schedule.nchunks:
+        return x
+    if placed.count == schedule.nchunks:  # every chunk, in an order that is the same on all ranks
+        return x[np.argsort(placed.indices(0)[0])]
+    return _put(jnp.zeros_like(x, shape=(schedule.nchunks, x.shape[1])), placed, 0, rank, x)

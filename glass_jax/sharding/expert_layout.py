@@ -108,6 +108,16 @@ class Handle:
     alignment: int = _static()
 
     @property
+    def axis_names(self) -> tuple[str, ...]:
+        """Names of the mesh axes, the outer one first."""
+        return (self.channel.axis,) if self.nodes is None else (self.nodes.channel.axis, self.channel.axis)
+
+    @property
+    def token_count(self) -> int:
+        """T, tokens of a rank."""
+        return len(self.choice_weights) if self.nodes is None else len(self.nodes.places)
+
+    @property
     def group_ends(self) -> jax.Array:
         """int32 ``[E/P]``, where each expert's rows end, padding not counted: the *psum* layout of grouped products."""
         return self.group_starts + self.group_sizes

@@ -78,7 +78,7 @@ def moe_dispatch(
     that of a combine a dispatch, with the same handle. Float32 sums, in order of k.
     """
     axis_names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
-    sizes = _check(x, topk_idx, topk_weights, axis_names, num_experts, capacity, alignment)
+    sizes = _check(topk_idx, topk_weights, axis_names, num_experts, capacity, alignment)
     tokens, k = topk_idx.shape
     ranks = math.prod(sizes)
     worst = ranks * tokens * min(k, num_experts // ranks)
@@ -114,7 +114,17 @@ def moe_redispatch(x: Any, handle: Handle, *, payload_dtype: DTypeLike | None = 
       HardwareConstraintError: ``x`` has another number of tokens, or a dtype that cannot travel as ``payload_dtype``.
     """
     dtype = None if payload_dtype is None else jnp.dtype(payload_dtype)
-    return jax.tree.map(lambda leaf: _dispatch_leaf(leaf, handle, dtype), x)
+    tokens = handle.token_count
+
+    def send(leaf: jax.Array) -> jax.Array:
+        if leaf.ndim != 2 or leaf.shape[0] != tokens:
+            raise errors.HardwareConstraintError(f"moe_dispatch: x of shape {leaf.shape} is not [{tokens}, H], a row a token")
+        if dtype is not None:
+            payload.check(leaf.dtype, dtype)
+        rows = _dispatch(dtype, exchange.own(leaf, *handle.axis_names), handle)
+        return rows.reshape(*handle.shape, leaf.shape[1])
+
+    return jax.tree.map(send, x)
 
 
 def moe_combine(y: jax.Array, handle: Handle, *, weighted: bool = True, bias: jax.Array | None = None) -> jax.Array:
@@ -140,10 +150,137 @@ def moe_combine(y: jax.Array, handle: Handle, *, weighted: bool = True, bias: ja
         raise errors.HardwareConstraintError(
             f"moe_combine: y of shape {y.shape} is not one row for each that moe_dispatch returned, [{expected}]"
         )
-    y = exchange.own(y.reshape(-1, y.shape[-1]), handle.channel.axis)
-    weights = (handle.row_weights, lax.stop_gradient(handle.choice_weights)) if weighted else None
+    y, start = exchange.own(y.reshape(-1, y.shape[-1]), *handle.axis_names), None
+    if bias is not None:
+        bias = exchange.own(bias.astype(jnp.float32), *handle.axis_names)
+        start = jnp.broadcast_to(bias, (handle.token_count, y.shape[-1]))
+    row_weights = exchange.own(handle.row_weights, *handle.axis_names) if weighted else None
+    return _combine(y, row_weights, start, handle).astype(y.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dispatch(payload_dtype: jnp.dtype | None, x: jax.Array, handle: Handle) -> jax.Array:
+    """``x`` ``[T, H]`` as rows ``[C, H]``."""
+    sent = payload.encode(x, payload_dtype)
+    if handle.nodes is not None:
+        sent = handle.nodes.send(sent)
+    came = exchange.take(handle.tokens.send(sent), handle.row_tokens)
+    return payload.decode(came, payload_dtype, x)
+
+
+def _dispatch_fwd(payload_dtype, x, handle):
+    return _dispatch(payload_dtype, x, handle), handle
+
+
+def _dispatch_bwd(payload_dtype, handle, gradient):
+    if not jnp.issubdtype(gradient.dtype, jnp.floating):
+        return None, None
+    return _combine(gradient, None, None, handle).astype(gradient.dtype), None
+
+
+_dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
+
+
+@jax.custom_vjp
+def _combine(y: jax.Array, row_weights: jax.Array | None, start: jax.Array | None, handle: Handle) -> jax.Array:
+    """``start`` (zero if None) and the rows ``y`` ``[C, H]`` of each token, with weights unless they are None: ``[T, H]`` float32.
+
+    The weights that are multiplied are those that the tokens' ranks hold; ``row_weights`` are the same numbers where the rows
+    are, and what the derivative is taken by, so that neither rows nor gradients of choices have to be stored or sent again.
+    """
+    came = handle.channel.collect(y, handle.sent_rows, handle.choice_places, handle.steps[0])
+    weights = None if row_weights is None else handle.choice_weights
     if handle.nodes is None:
-        return _combine(y, weights, _start(bias, handle.choice_weights.shape[0], y), handle).astype(y.dtype)
-    in_node = _combine(y, weights, _start(None, handle.choice_weights.shape[0], y), handle)
-    out = _relay_back(in_node, handle.nodes)
-    return (out if bias is None else out + bias.astype(jnp.float32)).astype(y.dtype)
+        return _sum_of_choices(came, weights, handle.choice_weights.shape, start)
+    in_node = _sum_of_choices(came, weights, handle.choice_weights.shape, None)
+    nodes = handle.nodes
+    places = jnp.where(nodes.first, nodes.places, nodes.channel.none).ravel()
+    came = nodes.channel.collect(in_node, jnp.arange(nodes.channel.none, dtype=jnp.int32), places, nodes.steps[0])
+    return _sum_of_choices(came, None, nodes.places.shape, start)
+
+
+def _combine_fwd(y, row_weights, start, handle):
+    return _combine(y, row_weights, start, handle), (y, row_weights, start is None, handle)
+
+
+def _combine_bwd(residuals, gradient):
+    y, row_weights, starts_with_zero, handle = residuals
+    to_start = None if starts_with_zero else gradient
+    rows = _dispatch(None, gradient.astype(y.dtype), handle)  # no bit is lost: the sum was rounded to this dtype
+    if row_weights is None:
+        return rows, None, to_start, None
+    rows = rows.astype(jnp.float32)
+    to_y = (row_weights[:, None] * rows).astype(y.dtype)
+    # Padding of y may hold anything, even NaN; its gradient's rows are zero.
+    to_weights = jnp.sum(jnp.where(rows == 0, 0, rows * y.astype(jnp.float32)), axis=1)
+    return to_y, to_weights, to_start, None
+
+
+_combine.defvjp(_combine_fwd, _combine_bwd)
+
+
+def _sum_of_choices(
+    came: jax.Array, weights: jax.Array | None, shape: tuple[int, int], start: jax.Array | None
+) -> jax.Array:
+    """The sum in float32, in order, of the ``[T*K, H]`` rows of K choices of T tokens, ``shape`` being ``(T, K)``."""
+    came = came.reshape(*shape, came.shape[-1])
+    total = jnp.zeros_like(came, shape=(shape[0], came.shape[-1]), dtype=jnp.float32) if start is None else start
+    for k in range(shape[1]):
+        row = came[:, k].astype(jnp.float32)
+        total += row if weights is None else weights[:, k, None] * row
+    return total
+
+
+def _layout_of_nodes(
+    idx: jax.Array, weights: jax.Array, axis_names: tuple[str, ...], sizes: tuple[int, ...], limits: Limits
+) -> Handle:
+    """The layout of a dispatch over two axes: tokens to nodes, then :func:`layout` on each node."""
+    tokens, k = idx.shape
+    (node_axis, device_axis), nodes = axis_names, sizes[0]
+    per_node = limits.experts // nodes
+    most = min(tokens, limits.capacity // nodes)
+    channel = Channel.create(node_axis, nodes, most, min(tokens, tokens * k / nodes))
+    relay = Relay.create(jnp.where(idx >= 0, idx // per_node, nodes), channel)
+
+    # Experts travel as their number + 1, so that places without a token name none.
+    came_idx = channel.exchange(exchange.take(idx + 1, relay.tokens)) - 1 - lax.axis_index(node_axis) * per_node
+    came_weights = channel.exchange(exchange.take(weights, relay.tokens))
+    here = (came_idx >= 0) & (came_idx < per_node)
+    came_idx, came_weights = jnp.where(here, came_idx, -1), jnp.where(here, came_weights, 0)
+    handle = layout(came_idx, came_weights, device_axis, dataclasses.replace(limits, experts=per_node), segments=nodes)
+
+    left_out = jnp.sum((idx >= 0) & (relay.places == channel.none), dtype=jnp.int32)
+    needed = lax.pmax(jnp.maximum(handle.needed, relay.longest * nodes), axis_names)
+    return dataclasses.replace(handle, nodes=relay, dropped=handle.dropped + left_out, needed=needed)
+
+
+def _check(
+    topk_idx: jax.Array, topk_weights: jax.Array, axis_names: tuple[str, ...], num_experts: int, capacity: int | None,
+    alignment: int,
+) -> tuple[int, ...]:
+    """The sizes of the axes, if the arguments of a dispatch fit together."""
+    def require(condition: bool, message: str) -> None:
+        if not condition:
+            raise errors.HardwareConstraintError(f"moe_dispatch: {message}")
+
+    require(
+        topk_idx.ndim == 2 and topk_idx.shape == topk_weights.shape,
+        f"topk_idx of shape {topk_idx.shape} and topk_weights of shape {topk_weights.shape} must be both [T, K]",
+    )
+    require(
+        jnp.issubdtype(topk_idx.dtype, jnp.integer) and jnp.issubdtype(topk_weights.dtype, jnp.floating),
+        f"topk_idx of {topk_idx.dtype} must be integers, topk_weights of {topk_weights.dtype} floating-point",
+    )
+    require(len(axis_names) in (1, 2), f"axis_name must name one axis or two (node, device), got {axis_names}")
+    sizes = tuple(lax.axis_size(name) for name in axis_names)
+    ranks = math.prod(sizes)
+    require(
+        num_experts > 0 and num_experts % ranks == 0,
+        f"{num_experts=} is not a multiple of the {ranks} ranks of {axis_names}; "
+        f"take {round_up(max(num_experts, 1), ranks)} and leave the last ones unused",
+    )
+    require(
+        capacity is None or capacity >= ranks, f"{capacity=} is less than one row from each of the {ranks} ranks"
+    )
+    require(alignment >= 1, f"{alignment=} must be 1 or more")
+    return sizes

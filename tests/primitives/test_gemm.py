@@ -5,12 +5,12 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy_reference as ref
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import glass_jax as glass
+import numpy_reference as ref
 
 RUNS_HERE = ("xla", "npu_model")
 FLOATS = ("float32", "float16", "bfloat16")
@@ -35,7 +35,12 @@ def test_ragged_shapes(shape, dtype, implementation):
 @pytest.mark.parametrize("implementation", RUNS_HERE)
 @pytest.mark.parametrize(
     ("shape", "dtype"),
-    [((128, 2112, 7168), "bfloat16"), ((100, 576, 7168), "float32"), ((100, 576, 7168), "int8"), ((1024,) * 3, "float16")],
+    [
+        ((128, 2112, 7168), "bfloat16"),
+        ((100, 576, 7168), "float32"),
+        ((100, 576, 7168), "int8"),
+        ((1024,) * 3, "float16"),
+    ],
     ids=str,
 )
 def test_model_shapes(shape, dtype, implementation):
@@ -46,7 +51,9 @@ def test_model_shapes(shape, dtype, implementation):
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", RUNS_HERE)
 @pytest.mark.parametrize("dtype", [*FLOATS, "int8"])
-@pytest.mark.parametrize("shape", [(128, 2112, 7168), (100, 576, 7168), (1024, 1024, 1024), (4096, 7168, 2048)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(128, 2112, 7168), (100, 576, 7168), (1024, 1024, 1024), (4096, 7168, 2048)], ids=str
+)
 def test_model_shapes_in_every_dtype(shape, dtype, implementation):
     lhs, rhs = _operands(shape, dtype)
     ref.assert_close(glass.gemm(lhs, rhs, implementation=implementation), ref.gemm(lhs, rhs))
@@ -70,7 +77,9 @@ def test_fp8(dtype, rhs_dtype, implementation):
     out = glass.gemm(lhs, rhs, implementation=implementation)
     assert out.dtype == jnp.float32
     ref.assert_close(out, ref.gemm(lhs, rhs))
-    ref.assert_close(glass.gemm(lhs, rhs, preferred_element_type=jnp.bfloat16, implementation=implementation), ref.gemm(lhs, rhs))
+    ref.assert_close(
+        glass.gemm(lhs, rhs, preferred_element_type=jnp.bfloat16, implementation=implementation), ref.gemm(lhs, rhs)
+    )
 
 
 @pytest.mark.parametrize("implementation", RUNS_HERE)
@@ -98,7 +107,14 @@ def test_int8_bias_and_relu_are_exact(implementation):
 @pytest.mark.parametrize("implementation", RUNS_HERE)
 @pytest.mark.parametrize(
     ("lhs_batch", "rhs_batch", "bias_batch"),
-    [((3,), (), ()), ((2, 3), (2, 3), ()), ((3,), (3,), (3,)), ((), (3,), ()), ((2, 1), (1, 3), ()), ((2, 3), (3,), (2, 1))],
+    [
+        ((3,), (), ()),
+        ((2, 3), (2, 3), ()),
+        ((3,), (3,), (3,)),
+        ((), (3,), ()),
+        ((2, 1), (1, 3), ()),
+        ((2, 3), (3,), (2, 1)),
+    ],
     ids=str,
 )
 def test_batches(lhs_batch, rhs_batch, bias_batch, implementation):
@@ -145,7 +161,9 @@ def test_any_call_agrees_with_numpy(shape, dtype, batch, shared_rhs, transpose_r
     out = (jax.jit(fn) if jit else fn)(lhs, rhs, row)
     expected = ref.gemm(lhs, rhs, row, activation, transpose_rhs)
     # A sum may cancel: judge against the size of its terms, as the analysis of floating-point sums does.
-    terms = ref.gemm(abs(ref.f64(lhs)), abs(ref.f64(rhs)), None if row is None else abs(ref.f64(row)), None, transpose_rhs)
+    terms = ref.gemm(
+        abs(ref.f64(lhs)), abs(ref.f64(rhs)), None if row is None else abs(ref.f64(row)), None, transpose_rhs
+    )
     scale = max(np.linalg.norm(terms), 1e-30)
     limit = ref.TOLERANCE[str(out.dtype)]
     assert np.linalg.norm(ref.f64(out) - expected) <= limit * scale
@@ -169,8 +187,14 @@ X = jnp.ones((4, 8))
         (lambda: glass.gemm(X, X.T, bias=jnp.ones(4, jnp.int32)), r"bias is int32"),
         (lambda: glass.gemm(X, X.T, activation="tanh"), r"activation='tanh'"),
         (lambda: glass.gemm(X, X.T, preferred_element_type=jnp.int32), r"preferred_element_type=int32"),
-        (lambda: glass.gemm(jnp.ones((2, 4, 8)), jnp.ones((3, 8, 4))), r"\(2,\) of lhs and \(3,\) of rhs do not broadcast"),
-        (lambda: glass.gemm(X, X.T, implementation="cuda"), r"implementation='cuda' is not one of xla, npu_model, ascend"),
+        (
+            lambda: glass.gemm(jnp.ones((2, 4, 8)), jnp.ones((3, 8, 4))),
+            r"\(2,\) of lhs and \(3,\) of rhs do not broadcast",
+        ),
+        (
+            lambda: glass.gemm(X, X.T, implementation="cuda"),
+            r"implementation='cuda' is not one of xla, npu_model, ascend",
+        ),
     ],
 )
 def test_errors(call, message):
@@ -182,7 +206,9 @@ def test_strict_alignment_names_dimension_multiple_and_next_size():
     lhs, rhs = jnp.ones((4, 24), jnp.float16), jnp.ones((24, 32), jnp.float16)
     with (
         glass.configure(alignment="strict"),
-        pytest.raises(glass.errors.HardwareConstraintError, match="K is 24, not a multiple of 16 .* next valid size is 32"),
+        pytest.raises(
+            glass.errors.HardwareConstraintError, match="K is 24, not a multiple of 16 .* next valid size is 32"
+        ),
     ):
         glass.gemm(lhs, rhs)
     np.testing.assert_array_equal(glass.gemm(lhs, rhs), np.full((4, 32), 24.0))
@@ -208,7 +234,9 @@ def test_configure_takes_effect_on_a_jitted_function():
 
     def implementation():
         f(lhs, rhs)
-        (eqn,) = [e for e in jax.make_jaxpr(f)(lhs, rhs).jaxpr.eqns[0].params["jaxpr"].eqns if "glass" in e.primitive.name]
+        (eqn,) = [
+            e for e in jax.make_jaxpr(f)(lhs, rhs).jaxpr.eqns[0].params["jaxpr"].eqns if "glass" in e.primitive.name
+        ]
         return eqn.params["params"].implementation
 
     seen.append(implementation())

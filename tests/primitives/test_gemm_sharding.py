@@ -6,11 +6,11 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy_reference as ref
 import pytest
 from jax.sharding import AxisType
 
 import glass_jax as glass
+import numpy_reference as ref
 
 M, N, K = 16, 32, 64
 _BYTES = {"f32": 4, "bf16": 2, "f16": 2, "s32": 4, "s8": 1, "pred": 1}

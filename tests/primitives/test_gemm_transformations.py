@@ -6,13 +6,13 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy_reference as ref
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jax.test_util import check_grads
 
 import glass_jax as glass
+import numpy_reference as ref
 
 ACTIVATIONS = [None, "relu", "gelu", "silu"]
 
@@ -42,7 +42,10 @@ def test_vmap(in_axes, shapes, implementation):
     lhs, rhs, bias = _arrays(*shapes)
     f = lambda a, b, c: glass.gemm(a, b, bias=c, activation="silu", implementation=implementation)  # noqa: E731
     out = jax.jit(jax.vmap(f, in_axes))(lhs, rhs, bias)
-    moved = [np.moveaxis(ref.f64(x), d, 0) if d is not None else [ref.f64(x)] * 3 for x, d in zip((lhs, rhs, bias), in_axes, strict=True)]
+    moved = [
+        np.moveaxis(ref.f64(x), d, 0) if d is not None else [ref.f64(x)] * 3
+        for x, d in zip((lhs, rhs, bias), in_axes, strict=True)
+    ]
     ref.assert_close(out, np.stack([ref.gemm(*args, "silu") for args in zip(*moved, strict=True)]))
 
 
@@ -95,7 +98,8 @@ def test_vmap_and_grad_of_any_shape(shape, size, lhs_axis, rhs_axis, transpose_r
     grad = jax.grad(loss, (0, 1), has_aux=True)
     (d_lhs, d_rhs), out = (jax.jit(grad) if jit else grad)(lhs, rhs)
     a, b = (
-        np.moveaxis(ref.f64(x), axis, 0) if axis is not None else ref.f64(x)[None] for x, axis in zip((lhs, rhs), in_axes, strict=True)
+        np.moveaxis(ref.f64(x), axis, 0) if axis is not None else ref.f64(x)[None]
+        for x, axis in zip((lhs, rhs), in_axes, strict=True)
     )
     b = np.swapaxes(b, -1, -2) if transpose_rhs else b
     w = ref.f64(weight)
@@ -113,7 +117,9 @@ def test_vmap_and_grad_of_any_shape(shape, size, lhs_axis, rhs_axis, transpose_r
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("transpose_rhs", [False, True])
-@pytest.mark.parametrize("shapes", [((4, 6), (6, 5), (5,)), ((2, 4, 6), (6, 5), (5,)), ((4, 6), (2, 6, 5), (2, 5))], ids=str)
+@pytest.mark.parametrize(
+    "shapes", [((4, 6), (6, 5), (5,)), ((2, 4, 6), (6, 5), (5,)), ((4, 6), (2, 6, 5), (2, 5))], ids=str
+)
 def test_first_and_second_derivatives(shapes, transpose_rhs, activation):
     with jax.enable_x64(True):
         lhs, rhs, bias = (x.astype(jnp.float64) for x in _arrays(*shapes))
@@ -130,7 +136,9 @@ def test_gradient_is_the_formula(batch, implementation):
     loss = lambda a, b: jnp.sum(glass.gemm(a, b, implementation=implementation) * weight)  # noqa: E731
     d_lhs, d_rhs = jax.jit(jax.grad(loss, (0, 1)))(lhs, rhs)
     ref.assert_close(d_lhs, ref.f64(weight) @ ref.f64(rhs).T)
-    ref.assert_close(d_rhs, np.einsum("bmk,bmn->kn", ref.f64(lhs).reshape(-1, 6, 16), ref.f64(weight).reshape(-1, 6, 8)))
+    ref.assert_close(
+        d_rhs, np.einsum("bmk,bmn->kn", ref.f64(lhs).reshape(-1, 6, 16), ref.f64(weight).reshape(-1, 6, 8))
+    )
 
 
 @pytest.mark.parametrize("implementation", ["xla", "npu_model"])
@@ -190,11 +198,15 @@ def test_scan_and_jvp():
 @pytest.mark.parametrize("implementation", ["xla", "npu_model"])
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
 def test_shard_map_data_parallel(devices, implementation):
-    mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices], axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = jax.make_mesh(
+        (devices,), ("data",), devices=jax.devices()[:devices], axis_types=(jax.sharding.AxisType.Auto,)
+    )
     lhs, rhs = _arrays((16, 24), (24, 8))
 
     @jax.jit
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(jax.P("data"), jax.P()), out_specs=jax.P("data"), check_vma=True)
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(jax.P("data"), jax.P()), out_specs=jax.P("data"), check_vma=True
+    )
     def f(lhs, rhs):
         return glass.gemm(lhs, rhs, activation="relu", implementation=implementation)
 
@@ -210,7 +222,9 @@ def test_shard_map_contraction(implementation):
     mesh = jax.make_mesh((4,), ("k",), devices=jax.devices()[:4], axis_types=(jax.sharding.AxisType.Auto,))
     lhs, rhs = _arrays((8, 32), (32, 8))
 
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(jax.P(None, "k"), jax.P("k")), out_specs=jax.P(), check_vma=True)
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(jax.P(None, "k"), jax.P("k")), out_specs=jax.P(), check_vma=True
+    )
     def f(lhs, rhs):
         return jax.lax.psum(glass.gemm(lhs, rhs, implementation=implementation), "k")
 

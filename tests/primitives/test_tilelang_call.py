@@ -18,7 +18,10 @@ def scale_add_kernel():
 
     @T.prim_func
     def scale_add(
-        x: T.Tensor((N,), "float32"), y: T.Tensor((N,), "float32"), total: T.Tensor((N,), "float32"), low: T.Tensor((N,), "float16")
+        x: T.Tensor((N,), "float32"),
+        y: T.Tensor((N,), "float32"),
+        total: T.Tensor((N,), "float32"),
+        low: T.Tensor((N,), "float16"),
     ):
         with T.Kernel(2) as block:
             a = T.alloc_shared((N // 2,), "float32")
@@ -94,7 +97,9 @@ def test_errors_of_a_call(call, error, message):
 
 
 def test_errors_of_the_signature():
-    with pytest.raises(glass.errors.HardwareConstraintError, match=r"parameter low is float16\[256\], out_shape is float32"):
+    with pytest.raises(
+        glass.errors.HardwareConstraintError, match=r"parameter low is float16\[256\], out_shape is float32"
+    ):
         glass.tilelang_call(scale_add_kernel(), out_shape=jax.ShapeDtypeStruct((N,), jnp.float32))
 
 

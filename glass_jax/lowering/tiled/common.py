@@ -95,8 +95,8 @@ def check_ascend(name: str, implementation: str, platform_default: str, split: S
         return
     if platform_default != "ascend":
         raise errors.UnsupportedError(
-            f'{name}: implementation="ascend" runs on an Ascend NPU only. Lower it for one with glass.export(fn, *args, '
-            'path=...), or run the same kernel here with implementation="npu_model"'
+            f'{name}: implementation="ascend" runs on an Ascend NPU only. Lower it for one with glass.export(fn, '
+            '*args, path=...), or run the same kernel here with implementation="npu_model"'
         )
     if split is Split.PROPAGATED:
         raise errors.UnsupportedError(
@@ -122,11 +122,18 @@ def partitioned(
     if split is Split.TYPES:
         result = jax.eval_shape(fn, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands))
         types = [jax.typeof(x) for x in operands]
-        part = parts(*(Sharded(t.shape, t.sharding.spec) for t in types), Sharded(result.shape, jax.P(*(None,) * result.ndim)))
+        part = parts(
+            *(Sharded(t.shape, t.sharding.spec) for t in types), Sharded(result.shape, jax.P(*(None,) * result.ndim))
+        )
         mesh = next(t.sharding.mesh for t in types if not t.sharding.mesh.empty)
-        resharded = [jax.sharding.reshard(x, jax.NamedSharding(mesh, spec)) for x, spec in zip(operands, part.operands, strict=True)]
+        resharded = [
+            jax.sharding.reshard(x, jax.NamedSharding(mesh, spec))
+            for x, spec in zip(operands, part.operands, strict=True)
+        ]
         # The all-reduce of a sharded K makes the result invariant; check_vma would need it proven for every callee.
-        return jax.shard_map(part.local, mesh=mesh, in_specs=part.operands, out_specs=part.result, check_vma=False)(*resharded)
+        return jax.shard_map(part.local, mesh=mesh, in_specs=part.operands, out_specs=part.result, check_vma=False)(
+            *resharded
+        )
 
     def partition(mesh, operand_shapes, result_shape):
         part = parts(*map(_sharded, (*operand_shapes, result_shape)))

@@ -97,8 +97,8 @@ def check_alignment(m: int, n: int, k: int, lhs_dtype, rhs_dtype, params) -> Non
     for name, size in (("m", m), ("n", n), ("k", k)):
         if size % multiples[name]:
             raise errors.HardwareConstraintError(
-                f"gemm: {name.upper()} is {size}, not a multiple of {multiples[name]} (rows of 32 bytes); the next valid "
-                f'size is {common.next_multiple(size, multiples[name])}. Use alignment="pad" to have it padded'
+                f"gemm: {name.upper()} is {size}, not a multiple of {multiples[name]} (rows of 32 bytes); the next "
+                f'valid size is {common.next_multiple(size, multiples[name])}. Use alignment="pad" to have it padded'
             )
 
 
@@ -129,7 +129,9 @@ def _local(lhs: jax.Array, rhs: jax.Array, *bias: jax.Array, params) -> jax.Arra
     batch = jnp.broadcast_shapes(lhs.shape[:-2], rhs.shape[:-2])
     if params.alignment == "strict":
         check_alignment(m, n, k, lhs.dtype, rhs.dtype, params)
-    lhs, rhs, *bias = _fold(lhs.astype(dtype), rhs.astype(dtype), *bias, batch=batch, fold_rows=not params.transpose_lhs)
+    lhs, rhs, *bias = _fold(
+        lhs.astype(dtype), rhs.astype(dtype), *bias, batch=batch, fold_rows=not params.transpose_lhs
+    )
 
     multiples = _alignment(lhs.dtype, rhs.dtype, params)
     rows = lhs.shape[-1 if params.transpose_lhs else -2]

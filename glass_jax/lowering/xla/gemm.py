@@ -48,8 +48,8 @@ def gemm(
 
     Args:
       lhs: ``[*batch, M, K]``, or ``[*batch, K, M]`` with ``transpose_lhs``.
-      rhs: ``[*batch, K, N]``, or ``[*batch, N, K]`` with ``transpose_rhs``. Both have the same rank; a batch dimension is
-        equal in both or 1 in one, and the operand that has 1 there is not copied.
+      rhs: ``[*batch, K, N]``, or ``[*batch, N, K]`` with ``transpose_rhs``. Both have the same rank; a batch dimension
+        is equal in both or 1 in one, and the operand that has 1 there is not copied.
       bias: ``[*batch, N]`` of the accumulator's type, batch dimensions 1 or full.
       transpose_lhs: the last two dimensions of ``lhs`` are exchanged.
       transpose_rhs: the last two dimensions of ``rhs`` are exchanged.
@@ -61,8 +61,8 @@ def gemm(
       ``[*batch, M, N]``.
     """
     ndim = lhs.ndim
-    lhs_contract, lhs_free = (ndim - 2, ndim - 1) if transpose_lhs else (ndim - 1, ndim - 2)
-    rhs_contract, rhs_free = (ndim - 1, ndim - 2) if transpose_rhs else (ndim - 2, ndim - 1)
+    lhs_contract = ndim - 2 if transpose_lhs else ndim - 1
+    rhs_contract = ndim - 1 if transpose_rhs else ndim - 2
     shared = [d for d in range(ndim - 2) if lhs.shape[d] == rhs.shape[d]]
     rhs_only = [d for d in range(ndim - 2) if d not in shared and lhs.shape[d] == 1]
     lhs_only = [d for d in range(ndim - 2) if d not in shared and d not in rhs_only]

@@ -47,7 +47,7 @@ def build(
     Raises:
       CollectiveError: no such collective or algorithm, an argument out of range, or an algorithm that is not defined for P.
     """
-    _check(collective, algorithm, ranks, root, pieces)
+    _check(collective, algorithm, ranks, root, levels, pieces)
     if collective == "all_to_all":
         return _all_to_all(algorithm, ranks)
     if algorithm == "hierarchical":
@@ -59,7 +59,9 @@ def build(
     return _gathering(collective, algorithm, ranks, levels)
 
 
-def _check(collective: str, algorithm: str, ranks: int, root: int, pieces: int) -> None:
+def _check(
+    collective: str, algorithm: str, ranks: int, root: int, levels: tuple[int, ...] | None, pieces: int
+) -> None:
     known = ALGORITHMS | {"reduce": ALGORITHMS["broadcast"]}
     if collective not in known or collective == "send_recv":
         raise errors.CollectiveError(f"there are no schedules of {collective!r}, but of {', '.join(sorted(known))}")
@@ -67,23 +69,34 @@ def _check(collective: str, algorithm: str, ranks: int, root: int, pieces: int) 
         raise errors.CollectiveError(f"{collective} has no algorithm {algorithm!r}; it has {', '.join(known[collective])}")
     if ranks < 1 or not 0 <= root < ranks or pieces < 1:
         raise errors.CollectiveError(f"{ranks=}, {root=}, {pieces=}: need ranks >= 1, 0 <= root < ranks, pieces >= 1")
-    power = 1 << (ranks.bit_length() - 1)
-    if algorithm == "halving_doubling" and collective != "all_reduce" and ranks != power:
+    if not defined(collective, algorithm, ranks) and levels is None:
+        remedy = {
+            "halving_doubling": "only for powers of two; 'bruck' takes as few steps with any number of ranks",
+            "hierarchical": "a prime number, which is no product of levels; use 'ring'",
+        }
         raise errors.CollectiveError(
-            f"{collective} by 'halving_doubling' is not defined for {ranks} ranks, only for powers of two such as {power} or "
-            f"{2 * power}; 'bruck' takes as few steps with any number of ranks"
+            f"{collective} by {algorithm!r} is not defined for {ranks} ranks, {remedy[algorithm]}"
         )
 
 
+def defined(collective: str, algorithm: str, ranks: int) -> bool:
+    """Whether an algorithm of a collective is defined for this number of ranks."""
+    if algorithm == "halving_doubling" and collective != "all_reduce":  # all_reduce folds the other ranks
+        return ranks & (ranks - 1) == 0
+    return algorithm != "hierarchical" or ranks == 1 or _inner(ranks) > 1
+
+
+def _inner(ranks: int) -> int:
+    """Ranks in a node, if nothing is said: 8, or the largest divisor up to the square root."""
+    if ranks % NODE == 0 and ranks > NODE:
+        return NODE
+    return max(d for d in range(1, math.isqrt(ranks) + 1) if ranks % d == 0)
+
+
 def _levels(ranks: int, levels: tuple[int, ...] | None) -> tuple[int, ...]:
-    if levels is None:
-        inner = NODE if ranks % NODE == 0 and ranks > NODE else max(d for d in range(1, math.isqrt(ranks) + 1) if ranks % d == 0)
-        levels = (ranks // inner, inner)
-        if inner == 1 and ranks > 1:
-            raise errors.CollectiveError(
-                f"'hierarchical' is not defined for {ranks} ranks: a prime number is no product of levels; use 'ring'"
-            )
-    if math.prod(levels) != ranks or min(levels) < 1:
+    """The levels of a hierarchical algorithm, checked."""
+    levels = (ranks // _inner(ranks), _inner(ranks)) if levels is None else levels
+    if min(levels, default=0) < 1 or math.prod(levels) != ranks:
         raise errors.CollectiveError(f"{levels=} have the product {math.prod(levels)} and must have {ranks}, the ranks")
     return levels
 
