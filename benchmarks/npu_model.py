@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from benchmarks import measure
 from benchmarks.measure import Report, Verdict
 from glass_jax.hw import executor
-from glass_jax.lowering import artifact
+from glass_jax.lowering import cache
 from glass_jax.lowering.tilelang.kernels.gemm import GemmKernel
 from glass_jax.lowering.tiling import GemmTiles
 
@@ -40,7 +40,7 @@ def gemm() -> list[Report]:
     keys = jax.random.split(jax.random.key(0))
     lhs, rhs = (jax.random.normal(key, (SIZE, SIZE), jnp.float16) for key in keys)
     gemm_kernel = kernel()
-    program = artifact.compile(gemm_kernel, CHIP).program
+    program = cache.compile(gemm_kernel, CHIP).program
     model = jax.jit(lambda lhs, rhs: executor.run(program, (lhs[None], rhs[None]), gemm_kernel.outputs)[0][0])
     dot, pallas = jax.jit(jnp.dot), jax.jit(pallas_gemm)
     dot32 = jax.jit(lambda lhs, rhs: jnp.dot(lhs, rhs, preferred_element_type=jnp.float32))

@@ -14,7 +14,7 @@ from glass_jax import config
 from glass_jax.cli.tables import table
 from glass_jax.hw import chips
 from glass_jax.hw.program import Space
-from glass_jax.lowering import artifact
+from glass_jax.lowering import cache
 
 SUMMARY = "Show versions, known chips, the kernel cache, devices and the configuration in force."
 
@@ -83,7 +83,7 @@ def _chips() -> str:
 
 
 def _cache() -> str:
-    folder = artifact.cache_dir()
+    folder = cache.cache_dir()
     files = list(folder.glob("*.json")) if folder.is_dir() else []
     total = sum(file.stat().st_size for file in files)
     return table([("folder", str(folder)), ("kernels", str(len(files))), ("size", _size(total))])

@@ -10,10 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from glass_jax.errors import UnsupportedError
 from glass_jax.hw import expressions, kloop, symbolic, vector
 from glass_jax.hw import program as ir
-from glass_jax.hw.lanes import DependentLanes
 from glass_jax.hw.program import Space
 from glass_jax.hw.symbolic import Linear
 
@@ -24,77 +22,78 @@ Arrays = dict[str, jax.Array]
 
 
 def run_grid(machine: Machine, blocks: int) -> None:
-    """Runs every block of the grid. Its on-chip memories are poisoned at the start of each, global memory goes on."""
+    """Runs every block of the grid. Its on-chip memories are poisoned at the start of each; global memory goes on."""
     program, memory = machine.program, machine.memory
     machine.products = kloop.whole_products(machine, blocks)
     written = machine.dataflow.writes(program.body)
     carried = frozenset(name for name in written if memory.space(name) == Space.GM)
-    step = _step(machine, written, carried)
 
     def block(number: jax.Array | int) -> None:
         machine.bind_symbol(program.block.name, number, 0, blocks - 1)
         machine.execute(program.body, carried)
 
-    _leave(
-        machine, written, _repeat(blocks, lambda i, arrays: step(lambda: block(i), arrays), _carry(machine, carried))
-    )
+    _repeat(machine, blocks, block, written, carried)
 
 
 def run_for(machine: Machine, loop: ir.For, live: frozenset[str]) -> None:
     """Runs a loop: parallel ones in one go, K loops of a matrix product as one product, others as loops."""
     extent = machine.scalar(loop.extent)
     if extent is None:
-        raise (
-            DependentLanes
-            if len(machine.lanes) > 1
-            else UnsupportedError(
-                f"the NPU model does not run a loop over {loop.var.name!r} whose extent differs between vector units yet"
-            )
-        )
+        raise machine.varying(f"a loop over {loop.var.name!r} whose extent")
     if extent.static == 0:
         return
     if extent.static is not None:
         at_once = vector.run_parallel if loop.kind == "parallel" else kloop.run_k_loop
         if at_once(machine, loop, extent.static, live):
             return
-    run_serial(machine, loop, extent if extent.static is None else extent.static, live)
+    run_serial(machine, loop, extent, live)
 
 
-def run_serial(machine: Machine, loop: ir.For, extent: int | Linear, live: frozenset[str]) -> None:
+def run_serial(machine: Machine, loop: ir.For, extent: Linear, live: frozenset[str]) -> None:
     """Runs a loop one iteration after the other."""
-    guarded = _guarded(machine, loop, extent)
-    trips, body, fact = guarded if guarded is not None else (extent, loop.body, None)
     start = machine.scalar(loop.start)
     if start is None:
-        raise UnsupportedError(
-            f"the NPU model does not run a loop over {loop.var.name!r} whose start varies by lane yet"
-        )
-    highest = (extent if isinstance(extent, int) else extent.bounds(machine.facts)[1]) - 1
+        raise machine.varying(f"a loop over {loop.var.name!r} whose start")
+    trips, lets, guard, body = extent, (), None, loop.body
+    guarded = _guarded_trips(machine, loop, extent)
+    if guarded is not None:
+        trips, lets, guard = guarded, loop.body[:-1], loop.body[-1]
+        body = guard.then
+    needed = machine.dataflow.live_before((*lets, *body), frozenset())
+    highest = extent.bounds(machine.facts)[1] - 1
 
     def iteration(number: jax.Array | int) -> None:
         machine.bind_symbol(loop.var.name, number, 0, highest)
         machine.variables[loop.var.name] += start
-        if fact is not None:
-            assume(machine, fact)
+        for let in lets:
+            machine.bind(let.var, let.value)
+        if guard is not None:
+            assume(machine, guard.condition)
         machine.execute(body, live | needed)
 
-    needed = machine.dataflow.live_before(body, frozenset())
     written = machine.dataflow.writes(body)
-    carried = (live | needed) & written
-    step = _step(machine, written, carried)
-    _leave(
-        machine, written, _repeat(trips, lambda i, arrays: step(lambda: iteration(i), arrays), _carry(machine, carried))
-    )
+    count = trips.traced() if trips.static is None else trips.static
+    _repeat(machine, count, iteration, written, (live | needed) & written)
 
 
 # --- carries --------------------------------------------------------------------------------------------------------
 
 
-def _repeat(trips: int | Linear, body: Callable[[jax.Array | int, Arrays], Arrays], arrays: Arrays) -> Arrays:
-    """``body(i, arrays)`` for each trip; a single one without a loop."""
-    if trips == 1:
-        return body(0, arrays)
-    return lax.fori_loop(0, trips if isinstance(trips, int) else trips.traced(), body, arrays)
+def _repeat(
+    machine: Machine,
+    trips: int | jax.Array,
+    iteration: Callable[[jax.Array | int], None],
+    written: frozenset[str],
+    carried: frozenset[str],
+) -> None:
+    """Runs ``iteration(number)`` for each trip, a single one without a loop; the iterations write ``written``."""
+    step = _step(machine, written, carried)
+    arrays = _carry(machine, carried)
+    if isinstance(trips, int) and trips == 1:
+        arrays = step(lambda: iteration(0), arrays)
+    else:
+        arrays = lax.fori_loop(0, trips, lambda number, arrays: step(lambda: iteration(number), arrays), arrays)
+    _leave(machine, written, arrays)
 
 
 def _carry(machine: Machine, names: frozenset[str]) -> Arrays:
@@ -132,18 +131,18 @@ def _leave(machine: Machine, written: frozenset[str], arrays: Arrays) -> None:
 # --- guards ---------------------------------------------------------------------------------------------------------
 
 
-def _guarded(
-    machine: Machine, loop: ir.For, extent: int | Linear
-) -> tuple[int | Linear, tuple[ir.Stmt, ...], ir.Expr] | None:
-    """For a loop whose whole body is guarded by a condition that once false stays false: the number of iterations in
-    which it holds, the body without the guard, and the condition. None for other loops."""
+def _guarded_trips(machine: Machine, loop: ir.For, extent: Linear) -> Linear | None:
+    """How many iterations pass the guard of a loop, if its body is one guard that once false stays false.
+
+    The guard may come after Lets. None for other loops.
+    """
     lets, guard = loop.body[:-1], loop.body[-1] if loop.body else None
     if not isinstance(guard, ir.If) or guard.orelse or not all(isinstance(stmt, ir.Let) for stmt in lets):
         return None
-    if loop.start != ir.Const(0, loop.var.dtype) or not isinstance(extent, int):
+    if loop.start != ir.Const(0, loop.var.dtype) or extent.static is None:
         return None
     with machine.scope():
-        k = machine.bind_symbol(loop.var.name, np.int32(0), 0, extent - 1)
+        k = machine.bind_symbol(loop.var.name, np.int32(0), 0, extent.static - 1)
         for let in lets:
             machine.bind(let.var, let.value)
         excess = _excess(machine, guard.condition)
@@ -154,10 +153,7 @@ def _guarded(
         return None
     # excess = factor * k + rest stays at most 0 while k <= -rest / factor.
     trips = symbolic.divide(rest.scaled(-1) + Linear(factor), factor, machine.facts)
-    if trips is None:
-        return None
-    trips = symbolic.clamp(trips, extent)
-    return trips if trips.static is None else trips.static, (*lets, *guard.then), guard.condition
+    return None if trips is None else symbolic.clamp(trips, extent.static)
 
 
 def _excess(machine: Machine, condition: ir.Expr) -> Linear | None:
@@ -192,11 +188,12 @@ def run_if(machine: Machine, branch: ir.If, live: frozenset[str]) -> None:
     elif np.size(condition) == 1:
         _run_cond(machine, branch, condition, live)
     elif len(machine.lanes) > 1:
-        # Lanes read before others write as long as they are independent, which the region proves.
+        # First the lanes of one side, then those of the other: they are independent, which their region proves.
+        entering = machine.dataflow.live_before(branch.orelse, frozenset())
         for block, mask in ((branch.then, condition), (branch.orelse, ~condition)):
             with machine.scope():
                 machine.mask = mask if machine.mask is None else machine.mask & mask
-                machine.execute(block, live | machine.dataflow.live_before(branch.orelse, frozenset()))
+                machine.execute(block, live | entering)
     else:
         for unit in machine.active:
             with machine.unit(unit):
@@ -204,6 +201,7 @@ def run_if(machine: Machine, branch: ir.If, live: frozenset[str]) -> None:
 
 
 def _run_cond(machine: Machine, branch: ir.If, condition: jax.Array, live: frozenset[str]) -> None:
+    """Runs a branch on a scalar condition known only at run time."""
     written = machine.dataflow.writes((branch,))
     carried = written & live
     # Contents that only a branch itself needs still have to come in from outside.
@@ -240,13 +238,7 @@ def run_while(machine: Machine, loop: ir.While, live: frozenset[str]) -> None:
         finally:
             machine.memory.arrays = saved
         if np.size(holds) != 1:
-            raise (
-                DependentLanes
-                if len(machine.lanes) > 1
-                else UnsupportedError(
-                    "the NPU model does not run a while loop whose condition differs between vector units yet"
-                )
-            )
+            raise machine.varying("a while loop whose condition")
         return jnp.reshape(holds, ())
 
     def body(arrays: Arrays) -> Arrays:

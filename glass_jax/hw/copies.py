@@ -1,4 +1,4 @@
-"""Copies between memories: clamped at the end of an array, transposed, converted, split between the two vector units."""
+"""Copies between memories: clamped at the end of an array, transposed, converted, split between the vector units."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ from glass_jax.hw.symbolic import Linear
 if TYPE_CHECKING:
     from glass_jax.hw.machine import Machine
 
-_UNSUPPORTED = ("pad", "data_select", "atomic")
+# Attributes of a copy that say how to move it, not what arrives.
+HINTS = frozenset({"coalesced_width", "l2_cache_ctrl", "unit_flag_ctrl"})
+_UNDERSTOOD = HINTS | {"transpose", "dual", "double"}
 
 
 def run_copy(machine: Machine, copy: ir.Copy, live: frozenset[str]) -> None:
     """Executes a copy.
 
-    What lies beyond the end of a GM array is not transferred: a tile in L1 gets zeros there, as the generated code fills
-    them in; a tile in another memory keeps what it held.
+    What lies beyond the end of a GM array is not transferred: a tile in L1 gets zeros there, as the generated code
+    fills them in; a tile in another memory keeps what it held.
     """
-    for name in _UNSUPPORTED:
-        if copy.attrs.get(name) not in (None, False, 0):
-            raise UnsupportedError(f"the NPU model does not run copies with {name!r} yet")
+    if unknown := sorted(set(copy.attrs) - _UNDERSTOOD):
+        raise UnsupportedError(f"the NPU model does not run copies with {', '.join(unknown)} yet")
     src_start, dst_start = (_starts(machine, region) for region in (copy.src, copy.dst))
     if (src_start is None or dst_start is None) and len(machine.active) > 1:
         # Each vector unit copies its own part.
@@ -57,7 +58,7 @@ def extents(machine: Machine, region: ir.Region) -> tuple[int, ...]:
 
 
 def read_region(machine: Machine, region: ir.Region) -> jax.Array:
-    """The elements of a region, those beyond the end of the array 0; from memories of the vector units a leading axis."""
+    """The elements of a region, 0 beyond the end of the array; from memories of the vector units with a leading axis."""
     starts = _required_starts(machine, region)
     lead_starts, lead_extents = _lead(machine, region.buffer)
     contents = machine.memory.view(region.buffer)
@@ -144,7 +145,7 @@ def _dual(machine: Machine, copy: ir.Copy, dual: str, tile: jax.Array) -> jax.Ar
 
 
 def transpose(tile: jax.Array, lead: int) -> jax.Array:
-    """A tile with its two dimensions exchanged: the two that are not 1, else the last two; ``lead`` axes come before."""
+    """A tile with two dimensions exchanged: the two that are not 1, else the last two; ``lead`` axes come before."""
     axes = [axis for axis in range(lead, tile.ndim) if tile.shape[axis] != 1]
     first, second = axes if len(axes) == 2 else (tile.ndim - 2, tile.ndim - 1)
     return jnp.swapaxes(tile, first, second)
@@ -176,5 +177,7 @@ def run_fill(machine: Machine, fill: ir.Fill, live: frozenset[str]) -> None:
     value = numerics.convert(jnp.asarray(expressions.value(machine, fill.value)), numerics.dtype(buffer.dtype))
     _, lead = _lead(machine, fill.dst.buffer)
     region = extents(machine, fill.dst)
-    value = value.reshape(value.shape[: len(lead)] + (1,) * len(region)) if value.ndim else value
+    if value.size > 1 and not lead:
+        raise machine.varying(f"a fill of {buffer.name!r} with a value that")
+    value = value.reshape(-1, *[1] * len(region)) if lead else value.reshape(())
     write_region(machine, fill.dst, jnp.broadcast_to(value, (*lead, *region)))

@@ -63,8 +63,8 @@ def matmul(a: jax.Array, b: jax.Array, contracted: Axes, accumulate: np.dtype, b
       a: float32, a 16-bit or an 8-bit float, or int8.
       b: the same.
       contracted: axes of ``a`` and of ``b`` to sum over.
-      accumulate: type of the sum and of the result, float32 or int32. (A 16-bit result would cost XLA on a CPU twice the
-        time: it would convert both operands first.)
+      accumulate: type of the sum and of the result, float32 or int32. (A 16-bit result would cost XLA on a CPU twice
+        the time: it would convert both operands first.)
       batch: axes of ``a`` and of ``b`` that go together.
     """
     if a.dtype.itemsize == 1 and jnp.issubdtype(a.dtype, jnp.floating):

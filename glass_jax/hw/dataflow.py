@@ -1,4 +1,4 @@
-"""Which memories statements read, write, and overwrite entirely: what a loop has to carry from one iteration to the next."""
+"""Which memories statements read, write and overwrite entirely: what a loop has to carry to its next iteration."""
 
 from __future__ import annotations
 

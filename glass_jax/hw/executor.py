@@ -1,8 +1,9 @@
 """Runs a :class:`~glass_jax.hw.program.Program` as JAX.
 
 Statements run in the order written, one block of the grid after the other. Loops stay loops, tiles are whole-array
-operations and parallel iterations are evaluated together, so that the time to compile does not grow with the grid. What the
-numbers do is stated in docs/numerics.md. Everything is ordinary JAX: it can be jitted, vmapped and used inside ``shard_map``.
+operations and parallel iterations are evaluated together, so that the time to compile does not grow with the grid. What
+the numbers do is stated in docs/numerics.md. Everything is ordinary JAX: it can be jitted, vmapped and used inside
+``shard_map``.
 """
 
 from __future__ import annotations

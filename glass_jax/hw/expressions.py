@@ -38,7 +38,7 @@ def index(machine: Machine, expr: int | ir.Expr) -> Linear | jax.Array:
 
 
 def value(machine: Machine, expr: ir.Expr) -> Array:
-    """An expression in every lane: an array of its dtype, of rank 0 or of the lanes' rank (size 1 where it is the same).
+    """An expression in every lane: an array of its dtype, of rank 0 or of the lanes' rank, size 1 where it is the same.
 
     What is known while the program is traced stays a NumPy array.
 

@@ -1,9 +1,10 @@
 """K loops of matrix products, run as one product over all of K, and of all tiles where a kernel computes them all.
 
-A loop ``copy A[m, k]; copy B[k, n]; c += a @ b`` over k is what nearly every kernel does to multiply. Its sum over k is one
-product of a row of tiles and a column of tiles, and that is a part of the product of the whole arrays. One large product is
-what XLA does best, so where the grid visits every tile it is computed once, before the grid. Either way the numbers are those
-of the loop but for the order in which float32 terms are added; what lies beyond the end of an array counts as zero.
+A loop ``copy A[m, k]; copy B[k, n]; c += a @ b`` over k is what nearly every kernel does to multiply. Its sum over k is
+one product of a row of tiles and a column of tiles, and that is a part of the product of the whole arrays. One large
+product is what XLA does best, so where the grid visits every tile it is computed once, before the grid. Either way the
+numbers are those of the loop but for the order in which float32 terms are added; what lies beyond the end of an array
+counts as zero.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ def _stages(loop: ir.For) -> _Stages | None:
     if loop.start != ir.Const(0, loop.var.dtype) or [type(stmt) for stmt in stages] != [ir.Copy, ir.Copy, ir.Gemm]:
         return None
     *fetches, gemm = stages
-    by_target = {copy.dst.buffer: copy for copy in fetches if set(copy.attrs) <= {"transpose", "l2_cache_ctrl"}}
+    by_target = {copy.dst.buffer: copy for copy in fetches if set(copy.attrs) <= copies.HINTS | {"transpose"}}
     first = (loop.var, ir.Const(0, loop.var.dtype))
     at_first = gemm.clear in (ir.Binary("eq", *first, "bool"), ir.Binary("eq", *first[::-1], "bool"))
     never = gemm.clear == ir.Const(False, "bool")

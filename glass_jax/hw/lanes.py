@@ -1,8 +1,8 @@
 """Elements of a buffer read and written by many lanes at once, and the proof that their order does not matter.
 
 A lane is one iteration of a parallel loop nest on one vector unit. Values of lanes are arrays of the lanes' rank, size 1
-along every axis on which they do not depend. Where the indices are affine in the lanes, an access is a slice, a reshape and
-a transpose; otherwise it is a gather or a scatter.
+along every axis on which they do not depend. Where the indices are affine in the lanes, an access is a slice, a reshape
+and a transpose; otherwise it is a gather or a scatter.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _Box:
 
 
 def _box(indices: Sequence[Index], shape: Sequence[int], lanes: Sequence[int], facts: Facts) -> _Box | None:
-    """The box of an access, or None if its lanes are not affine, share a dimension's axis, or may lie outside ``shape``."""
+    """The box of an access, or None if its indices are not affine, use one axis twice, or may lie outside ``shape``."""
     starts, sizes, steps, axes = [], [], [], []
     for index, size in zip(indices, shape, strict=True):
         if not isinstance(index, Linear):

@@ -14,7 +14,7 @@ from glass_jax.errors import HardwareConstraintError, UnsupportedError
 from glass_jax.hw import expressions, lanes, numerics, symbolic
 from glass_jax.hw import program as ir
 from glass_jax.hw.dataflow import Dataflow
-from glass_jax.hw.lanes import Access, Index
+from glass_jax.hw.lanes import Access, DependentLanes, Index
 from glass_jax.hw.storage import Memory
 from glass_jax.hw.symbolic import Linear, Symbol
 
@@ -122,6 +122,12 @@ class Machine:
             raise UnsupportedError(f"the NPU model does not run {what} that is known only at run time yet")
         return found.static
 
+    def varying(self, what: str) -> Exception:
+        """What to raise where ``what`` is not the same in all lanes: lanes of a parallel loop can run one by one."""
+        if len(self.lanes) > 1:
+            return DependentLanes(what)
+        return UnsupportedError(f"the NPU model does not run {what} differs between vector units yet")
+
     # --- elements ---------------------------------------------------------------------------------------------------
 
     def load(self, buffer: str, indices: Iterable[ir.Expr]) -> jax.Array:
@@ -157,8 +163,8 @@ class Machine:
 
     def _record(self, buffer: str, write: bool, place: list[Index], units: int) -> None:
         if self.log is not None:
-            lanes_taking_part = (units, *self.lanes[1:])
-            self.log.append(Access(self.memory.storage(buffer), buffer, write, tuple(place), lanes_taking_part))
+            lanes_of_units = (units, *self.lanes[1:])
+            self.log.append(Access(self.memory.storage(buffer), buffer, write, tuple(place), lanes_of_units))
 
 
 def _varies(index: Index, axis: int) -> bool:

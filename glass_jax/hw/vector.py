@@ -1,4 +1,4 @@
-"""The vector units: parallel regions evaluated for all lanes at once, element stores, and reductions."""
+"""The vector units: parallel regions evaluated for all lanes at once, and stores of elements."""
 
 from __future__ import annotations
 
@@ -54,12 +54,14 @@ def run_parallel(machine: Machine, loop: ir.For, extent: int, live: frozenset[st
     Returns whether it did; if not, nothing has changed.
     """
     loops, body = _nest(loop, extent)
+    start = machine.scalar(loop.start)
+    if start is None:
+        return False
     outer_log, arrays = machine.log, dict(machine.memory.arrays)
     machine.log = log = []
     try:
         since = symbolic.now()
         with machine.scope():
-            start = machine.scalar(loop.start)
             machine.add_lanes(loops)
             machine.variables[loop.var.name] += start
             with _private(machine, body):

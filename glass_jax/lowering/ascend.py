@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend import backend
 
 from glass_jax import errors
-from glass_jax.lowering import artifact
+from glass_jax.lowering import artifact, cache
 
 PLATFORM = "ascend"
 TARGET = "glass_tilelang_call"
@@ -51,7 +51,7 @@ def call(kernel: artifact.Kernel, *operands: jax.Array, chip: str) -> tuple[jax.
     Raises:
       HardwareConstraintError: the operands are not those of the kernel's signature.
     """
-    made = artifact.compile(kernel, chip)
+    made = cache.compile(kernel, chip)
     positions = range(len(made.arguments))
     inputs, outputs = ([i for i in positions if made.arguments[i].output == wanted] for wanted in (False, True))
     _check_operands(made, [made.arguments[i] for i in inputs], operands)

@@ -19,7 +19,7 @@ from jax.interpreters import mlir
 
 from glass_jax import config, errors
 from glass_jax.hw import chips, verifier
-from glass_jax.lowering import artifact, ascend
+from glass_jax.lowering import artifact, ascend, cache
 
 FORMAT = "glass_jax bundle"
 PLATFORMS = ("ascend", "cpu", "cuda", "rocm", "tpu")
@@ -60,7 +60,7 @@ def export(
     _check_replaceable(path)
     exported = lower(fn, args, platforms)
     kernels = launched(exported)
-    made = {sha: artifact.find(sha) for sha in kernels}
+    made = {sha: cache.find(sha) for sha in kernels}
     for each in made.values():
         verifier.check_memory(each.program, chips.get(config.current().chip), each.memory)
     files = {f"kernels/{sha}.asc": each.source.encode() for sha, each in made.items()}
@@ -149,7 +149,7 @@ def launched(exported: jax_export.Exported) -> dict[str, Any]:
     with mlir.make_ir_context():
         module = mlir.ir.Module.parse(exported.mlir_module())
         for operation in _custom_calls(module):
-            made = artifact.find(operation.attributes["mhlo.backend_config"]["kernel"].value)
+            made = cache.find(operation.attributes["mhlo.backend_config"]["kernel"].value)
             kernel = kernels.setdefault(
                 made.sha, {"arch": made.arch, "entry": made.entry, "launches": [], "versions": made.versions}
             )

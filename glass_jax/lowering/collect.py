@@ -10,7 +10,7 @@ from glass_jax import config, errors
 from glass_jax.hw import program as ir
 from glass_jax.hw.chips import Chip
 from glass_jax.hw.program import Allocation
-from glass_jax.lowering import artifact, ascend, bundle
+from glass_jax.lowering import artifact, ascend, bundle, cache
 
 REFERENCE_CHIP = "950DT"  # whose code stands for that of a chip that none is generated for
 
@@ -76,13 +76,13 @@ def _of_function(fn: Callable[..., Any], args: tuple[Any, ...], chip: str) -> tu
     """The kernels that ``fn`` launches when it is lowered for Ascend, each once, in program order."""
     with config.configure(chip=chip, implementation="ascend"):
         exported = bundle.lower(fn, args, (ascend.PLATFORM,))
-    made = [artifact.find(sha) for sha in bundle.launched(exported)]
+    made = [cache.find(sha) for sha in bundle.launched(exported)]
     return tuple(Found(item.program, item) for item in made)
 
 
 def _of_kernel(kernel: artifact.Kernel, chip: str) -> Found:
     try:
-        made = artifact.compile(kernel, chip)
+        made = cache.compile(kernel, chip)
     except (errors.UnsupportedError, errors.MissingDependencyError):
         raise
     except errors.GlassError as refusal:  # for a reason that the verifier may explain better

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from glass_jax.hw import chips, executor, verifier
-from glass_jax.lowering import artifact
+from glass_jax.lowering import artifact, cache
 
 
 def call(kernel: artifact.Kernel, *operands: jax.Array, chip: str) -> tuple[jax.Array, ...]:
@@ -15,6 +15,6 @@ def call(kernel: artifact.Kernel, *operands: jax.Array, chip: str) -> tuple[jax.
       OutOfOnChipMemoryError: the kernel's buffers do not fit ``chip``; the message shows the memory map.
       UnsupportedError: the kernel has a statement that the model does not run.
     """
-    made = artifact.compile(kernel, chip)
+    made = cache.compile(kernel, chip)
     verifier.check_memory(made.program, chips.get(chip), made.memory)
     return executor.run(made.program, operands, kernel.outputs)

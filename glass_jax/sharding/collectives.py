@@ -9,7 +9,6 @@ ranks, with the same bits. Every rank ends with the same bits, too. All are line
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from glass_jax import errors
-from glass_jax.sharding import checks, cost
+from glass_jax.sharding import algorithms, checks, cost
 from glass_jax.sharding.execute import AxisName
 from glass_jax.sharding.primitive import Call, collective_p
 
@@ -159,23 +158,38 @@ def _bind(
     checks.root(root, ranks, collective)
     if algorithm == "auto":
         algorithm = cost.choose(collective, x.size * x.dtype.itemsize, ranks).algorithm
-    levels = None
-    if algorithm == "hierarchical" and len(axes) > 1:
-        levels = tuple(lax.axis_size(axis) for axis in axes)
-    if algorithm != "xla":
-        checks.defined(collective, algorithm, ranks, levels)
+    levels = tuple(lax.axis_size(axis) for axis in axes) if algorithm == "hierarchical" and len(axes) > 1 else None
+    if algorithm not in ("xla", "direct"):
+        algorithms.build(collective, algorithm, ranks, root=root, levels=levels)  # raises if it cannot be
+    if manual := set(axes) & set(jax.sharding.get_abstract_mesh().manual_axes):
+        x = lax.pcast(x, tuple(sorted(manual - _varying(x))), to="varying")
     call = Call(
-        collective, algorithm, axes, ranks, _accumulate(x.dtype, accumulate_dtype, collective), root=root, levels=levels, **static
+        collective=collective,
+        algorithm=algorithm,
+        axes=axes,
+        ranks=ranks,
+        accumulate=_accumulate(x.dtype, accumulate_dtype, collective),
+        root=root,
+        levels=levels,
+        invariant=invariant and set(axes) <= _varying(x),  # without check_vma, types say nothing
+        **static,
     )
-    varying = jax.typeof(x).manual_axis_type.varying
-    manual = set(axes) & set(jax.sharding.get_abstract_mesh().manual_axes)
-    ...
     return collective_p.bind(x, call=call)
+
+
+def _varying(x: jax.Array) -> frozenset[str]:
+    """The manual mesh axes that the type of ``x`` says it varies over."""
+    return jax.typeof(x).manual_axis_type.varying
 
 
 def _accumulate(dtype: np.dtype, asked: DTypeLike | None, collective: str) -> str:
     """Name of the dtype that sums of ``dtype`` are formed in."""
-    narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 2
     if asked is None:
+        narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 2
         return "float32" if narrow else dtype.name
-    ...
+    if jnp.promote_types(dtype, asked) != asked:
+        raise errors.CollectiveError(
+            f"{collective} of {dtype.name} cannot accumulate in {jnp.dtype(asked).name}, which does not hold every {dtype.name}; "
+            f"use {jnp.promote_types(dtype, asked).name}"
+        )
+    return jnp.dtype(asked).name

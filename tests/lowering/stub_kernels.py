@@ -7,7 +7,8 @@ import pathlib
 import jax.numpy as jnp
 import pytest
 
-from glass_jax.lowering import artifact, ascend
+from glass_jax.hw import program as ir
+from glass_jax.lowering import artifact, ascend, cache
 
 STUB = pathlib.Path(__file__).parent / "runtime_stub"
 CHIP = "950DT"
@@ -27,7 +28,7 @@ class StubKernel:
 
 
 def compile_stub(kernel: StubKernel, chip: str = CHIP) -> artifact.Artifact:
-    """In place of ``artifact.compile``. Results stand among the operands; the entry orders its parameters by name."""
+    """In place of ``cache.compile``. Results stand among the operands; the entry orders its parameters by name."""
     n = 8 * kernel.blocks
     arguments = {
         "axpy": (("x", n, False), ("out", n, True), ("alpha", 1, False), ("y", n, False)),
@@ -36,7 +37,7 @@ def compile_stub(kernel: StubKernel, chip: str = CHIP) -> artifact.Artifact:
     names = [name for name, _, _ in arguments] + ["workspace"] * bool(kernel.workspace_bytes)
     return artifact.Artifact(
         key=f"{kernel} {chip}",
-        program=None,
+        program=ir.Program(kernel.name, tuple(names), {}, ir.Var("block"), kernel.blocks, ()),
         source=(STUB / f"{kernel.name}.c").read_text(),
         entry=f"{kernel.name}_kernel",
         arguments=tuple(artifact.Argument(name, (size,), "float32", output) for name, size, output in arguments),
@@ -55,8 +56,8 @@ def installed():
     """The stub kernels take the place of the compiler."""
     made = {compile_stub(StubKernel(name, 1)).sha: compile_stub(StubKernel(name, 1)) for name in ("axpy", "split")}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(artifact, "compile", compile_stub)
-        patch.setattr(artifact, "find", made.__getitem__)
+        patch.setattr(cache, "compile", compile_stub)
+        patch.setattr(cache, "find", made.__getitem__)
         yield
 
 

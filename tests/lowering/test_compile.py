@@ -8,7 +8,7 @@ import tilelang.ascend.language as T
 
 from glass_jax import errors
 from glass_jax.hw import program as ir
-from glass_jax.lowering import artifact
+from glass_jax.lowering import cache
 from glass_jax.lowering.tilelang.kernels.gemm import GemmKernel
 from glass_jax.lowering.tilelang.user import user_kernel
 from glass_jax.lowering.tiling import GemmTiles
@@ -49,7 +49,7 @@ def gemm():
         activation="gelu",
         tiles=GemmTiles(128, 192, 256, 2),
     )
-    return artifact.compile(kernel, CHIP)
+    return cache.compile(kernel, CHIP)
 
 
 def test_launch(gemm):
@@ -60,7 +60,7 @@ def test_launch(gemm):
 
 
 def test_launch_order_is_that_of_the_generated_function(gemm):
-    for made in (gemm, artifact.compile(user_kernel(add()), CHIP)):
+    for made in (gemm, cache.compile(user_kernel(add()), CHIP)):
         signature = re.search(rf"{made.entry}\(([^)]*)\)", made.source)[1]
         names = [param.split()[-1] for param in signature.split(",")]
         assert [made.arguments[position].name for position in made.launch_order] == names
@@ -108,7 +108,7 @@ def test_every_dtype_compiles(operand, out, transpose):
         bias=True,
         activation=activation,
     )
-    made = artifact.compile(kernel, CHIP)
+    made = cache.compile(kernel, CHIP)
     assert f"ascend_gemm_l1<{made.program.buffers['a'].shape[0]}, " in made.source
     assert (
         "asc_copy_gm2l1_dn2nz" in made.source
@@ -116,7 +116,7 @@ def test_every_dtype_compiles(operand, out, transpose):
 
 
 def test_a_users_kernel():
-    made = artifact.compile(user_kernel(add(dtype="float16"), out_idx=-1), CHIP)
+    made = cache.compile(user_kernel(add(dtype="float16"), out_idx=-1), CHIP)
     assert made.entry == "add_rows_kernel" and made.block_dim == 8
     assert [(a.name, a.shape, a.dtype, a.output) for a in made.arguments] == [
         ("b", (64, 128), "float16", False), ("a", (64, 128), "float16", False), ("out", (64, 128), "float16", True),
@@ -140,7 +140,7 @@ def test_memory_has_the_names_of_the_program():
                     flat[i] = a[i // 64, i % 64] + c[i // 64, i % 64]
             T.copy(b, other[bx * 8 : bx * 8 + 8, 0:64])
 
-    made = artifact.compile(user_kernel(reused), CHIP)
+    made = cache.compile(user_kernel(reused), CHIP)
     assert sorted(a.buffer for a in made.memory) == ["a", "b", "c"]
     assert all(made.program.buffers[a.buffer].storage == a.buffer for a in made.memory)
 
@@ -154,7 +154,7 @@ def test_a_users_jit_function():
     assert kernel.outputs == (2,) and kernel.arguments[0].shape == (16, 256)
     assert kernel == user_kernel(factory, 16, 256) and kernel != user_kernel(factory, 32, 256)
     assert hash(kernel) == hash(user_kernel(factory, 16, 256))
-    assert artifact.compile(kernel, CHIP).block_dim == 2
+    assert cache.compile(kernel, CHIP).block_dim == 2
 
 
 @pytest.mark.parametrize("out_idx, match", [(3, r"out_idx \[3\] of 3 parameters"), ([0, -4], r"\[-4\]")])
@@ -187,4 +187,4 @@ def test_a_refusal_names_the_kernel_and_the_reason(capfd):
     with pytest.raises(
         errors.GlassError, match=r"test_compile\.py:\d+: TileLang refused kernel untransposed.*trans_B=True"
     ):
-        artifact.compile(user_kernel(untransposed), CHIP)
+        cache.compile(user_kernel(untransposed), CHIP)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import stub_kernels
 
-from glass_jax.lowering import artifact, ascend, bundle
+from glass_jax.lowering import ascend, bundle, cache
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++") or not shutil.which("make"), reason="needs g++ and make")
 
@@ -192,7 +192,7 @@ def test_workspace_without_device_memory(state):
     ],
 )
 def test_call_that_no_version_of_the_library_emits(state, change, message):
-    made = artifact.compile(stub_kernels.StubKernel("axpy", 2), stub_kernels.CHIP)
+    made = cache.compile(stub_kernels.StubKernel("axpy", 2), stub_kernels.CHIP)
     attributes = {
         "abi": np.int64(1),
         "arch": "dav-3510",

@@ -9,7 +9,7 @@ import pytest
 from glass_jax import errors
 from glass_jax.hw import chips, memory
 from glass_jax.hw.program import Space
-from glass_jax.lowering import artifact, tiling
+from glass_jax.lowering import cache, tiling
 from glass_jax.lowering.tilelang.kernels.gemm import GemmKernel, alignment
 from glass_jax.lowering.tiling import GemmTiles
 
@@ -71,7 +71,7 @@ CASES = [
 
 @pytest.mark.parametrize("gemm", CASES, ids=lambda gemm: gemm.name)
 def test_program_computes_the_product(gemm):
-    made = artifact.compile(gemm, CHIP)
+    made = cache.compile(gemm, CHIP)
     arrays = operands(gemm)
     (out,) = interpreter.run(made.program, *arrays, outputs=gemm.outputs)
     assert str(out.dtype) == gemm.out_dtype
@@ -81,7 +81,7 @@ def test_program_computes_the_product(gemm):
 
 @pytest.mark.parametrize("gemm", CASES, ids=lambda gemm: gemm.name)
 def test_signature_is_that_of_the_arrays(gemm):
-    made = artifact.compile(gemm, CHIP)
+    made = cache.compile(gemm, CHIP)
     assert [a.shape for a in made.arguments if not a.output] == [x.shape for x in operands(gemm)]
     assert [a.name for a in made.arguments if a.output] == ["out"]
     assert made.arguments[gemm.outputs[0]].shape == (gemm.batch, gemm.m, gemm.n)
@@ -99,7 +99,7 @@ def test_signature_is_that_of_the_arrays(gemm):
     ids=lambda gemm: gemm.name,
 )
 def test_compiled_kernel_fits_the_chip(gemm):
-    made = artifact.compile(gemm, CHIP)
+    made = cache.compile(gemm, CHIP)
     chip = chips.get(CHIP)
     for space in (Space.L1, Space.L0A, Space.L0B, Space.L0C, Space.UB):
         assert memory.used(made.memory, space) <= chip.capacity(space)
@@ -108,14 +108,14 @@ def test_compiled_kernel_fits_the_chip(gemm):
 
 
 def test_large_products_are_double_buffered_everywhere():
-    made = artifact.compile(kernel(4096, 7168, 7168, "bfloat16", bias=True, activation="gelu"), CHIP)
+    made = cache.compile(kernel(4096, 7168, 7168, "bfloat16", bias=True, activation="gelu"), CHIP)
     assert {"a", "b", "c", "sums", "result", "row"} <= {a.buffer for a in made.memory}
     assert {a.buffer: a.versions for a in made.memory if a.versions < 2} == {}
 
 
 def test_explicit_tiles_are_taken():
     gemm = kernel(256, 256, 256, "float16", tiles=GemmTiles(128, 128, 64))
-    program = artifact.compile(gemm, CHIP).program
+    program = cache.compile(gemm, CHIP).program
     assert program.buffers["a"].shape == (128, 64)
     assert program.buffers["b"].shape == (128, 64)
     assert program.buffers["c"].shape == (128, 128)

@@ -1,0 +1,178 @@
+"""How a compiled kernel is found: in memory, on disk, or by asking TileLang.
+
+Nothing here imports TileLang; :func:`compile` reaches for ``glass_jax.lowering.tilelang`` only when the artifact of a
+kernel is not in the cache, so a second process that uses the same kernels never loads the compiler.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import pathlib
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+
+from glass_jax import config, errors
+from glass_jax.hw import chips, memory, verifier
+from glass_jax.hw import program as ir
+from glass_jax.lowering.artifact import Artifact, Kernel, from_json, to_json
+
+_COMPILERS = ("tilelang", "apache-tvm-ffi")
+_HERE = pathlib.Path(__file__).parent
+# What an artifact depends on besides its kernel: these files make it and say what it looks like.
+_MAKERS = (
+    pathlib.Path(__file__),
+    _HERE / "artifact.py",
+    pathlib.Path(ir.__file__),
+    *sorted((_HERE / "tilelang").glob("*.py")),
+)
+
+
+class _Entry:
+    """The artifact of one kernel for one chip in this process; its lock is held while it is being made."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.artifact: Artifact | None = None
+        self.shown = False
+
+
+_entries: dict[tuple[Kernel, str], _Entry] = {}
+_entries_lock = threading.Lock()
+
+
+def compile(kernel: Kernel, chip: str) -> Artifact:  # noqa: A001
+    """The artifact of ``kernel`` for ``chip``, compiled at most once a machine.
+
+    Looks in this process, then in the cache on disk (:func:`cache_dir`), and only then asks TileLang. Threads that ask
+    for the same kernel wait for one of them to make it.
+
+    Args:
+      kernel: the kernel.
+      chip: name of the chip, as ``glass_jax.hw.chips`` knows it.
+
+    Raises:
+      UnsupportedError: no code is generated for the chip, or the kernel uses something that a Program cannot say.
+      MissingDependencyError: TileLang is needed and not installed.
+      GlassError: TileLang refused the kernel.
+    """
+    known = chips.get(chip)
+    if not known.has_generator:
+        targets = ", ".join(name for name in chips.names() if chips.get(name).has_generator)
+        raise errors.UnsupportedError(
+            f"{known.name} ({known.arch}) can be verified against but not generated for: the public TileLang generates "
+            f"code for {targets} only. Choose one of these, for example with glass.configure(chip='950DT')"
+        )
+    with _entries_lock:
+        entry = _entries.setdefault((kernel, known.name), _Entry())
+    with entry.lock:
+        start, origin = time.perf_counter(), "from this process"
+        if entry.artifact is None:
+            entry.artifact, origin = _load_or_make(kernel, known)
+        if config.current().debug and not entry.shown:
+            entry.shown = True
+            _show(kernel, known, entry.artifact, f"{origin} in {1e3 * (time.perf_counter() - start):.0f} ms")
+    return entry.artifact
+
+
+def find(sha: str) -> Artifact:
+    """The artifact whose source has this sha256, among those that this process used.
+
+    Raises:
+      KeyError: there is none.
+    """
+    with _entries_lock:
+        known = [entry.artifact for entry in _entries.values() if entry.artifact is not None]
+    for artifact in known:
+        if artifact.sha == sha:
+            return artifact
+    raise KeyError(f"no kernel used in this process has a source with sha256 {sha}")
+
+
+def _load_or_make(kernel: Kernel, chip: chips.Chip) -> tuple[Artifact, str]:
+    """The artifact, and in words where it comes from."""
+    versions = _compiler_versions()
+    parts = (kernel.fingerprint(chip.name), chip.name, _makers_digest(), json.dumps(versions, sort_keys=True))
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    path = cache_dir() / f"{key}.json"
+    origin = "cache miss, compiled"
+    try:
+        artifact = from_json(path.read_text())
+        if artifact.key == key:
+            return artifact, "cache hit, read"
+        origin = f"cache file {path} is of another kernel, compiled again"
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        origin = f"cache file {path} cannot be used ({type(error).__name__}: {error}), compiled again"
+    try:
+        from glass_jax.lowering.tilelang import compile as compiler
+    except ImportError as error:
+        raise errors.MissingDependencyError(_missing(kernel, error)) from error
+    artifact = compiler.compile(kernel, chip.name, key, chip.arch, versions)
+    _write(path, to_json(artifact))
+    return artifact, origin
+
+
+def _missing(kernel: Kernel, error: ImportError) -> str:
+    return (
+        f"kernel {kernel.name} must be compiled, and TileLang cannot be imported ({error}): "
+        "pip install 'glass_jax[tilelang]', or use implementation='xla'"
+    )
+
+
+@functools.cache
+def _compiler_versions() -> dict[str, str]:
+    try:
+        return {name: importlib.metadata.version(name) for name in _COMPILERS}
+    except importlib.metadata.PackageNotFoundError as error:
+        raise errors.MissingDependencyError(
+            f"kernels for the NPU and its model are compiled by TileLang, and {error.name} is not installed: "
+            "pip install 'glass_jax[tilelang]', or use implementation='xla'"
+        ) from error
+
+
+@functools.cache
+def _makers_digest() -> str:
+    digest = hashlib.sha256()
+    for path in _MAKERS:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _show(kernel: Kernel, chip: chips.Chip, artifact: Artifact, how: str) -> None:
+    lines = [f"kernel {kernel.name} for {chip.name}: {how}", f"  {kernel.describe(chip.name)}"]
+    used = verifier.memory_of(artifact.program, chip, artifact.memory)
+    lines.append(textwrap.indent(memory.memory_map(used, chip), "  "))
+    print("glass: " + "\n".join(lines), file=sys.stderr, flush=True)
+
+
+# --- on disk -------------------------------------------------------------------------------------------------------
+
+
+def cache_dir() -> pathlib.Path:
+    """The folder of the cache: ``$GLASS_CACHE_DIR``, else ``glass_jax`` in the user's cache folder; a file a kernel."""
+    if folder := os.environ.get("GLASS_CACHE_DIR"):
+        return pathlib.Path(folder)
+    home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(home) / "glass_jax"
+
+
+def _write(path: pathlib.Path, text: str) -> None:
+    """Writes ``text`` so that a reader sees all of it or nothing. A folder that cannot be written costs only time."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+            file.write(text)
+        os.replace(file.name, path)
+    except OSError as error:
+        print(
+            f"glass: kernels are compiled again in the next process: {path.parent} cannot be written ({error})",
+            file=sys.stderr,
+        )
