@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jaxlib
 
-from benchmarks import cpu_gemm, npu_model, startup
+from benchmarks import cpu_gemm, expert_parallel, npu_model, planner, startup
 from benchmarks.measure import Report
 
 BENCHMARKS: dict[str, Callable[[], list[Report]]] = {
@@ -26,6 +26,11 @@ BENCHMARKS: dict[str, Callable[[], list[Report]]] = {
     "npu_model_gemm": npu_model.gemm,
     "cpu_gemm_bfloat16": cpu_gemm.bfloat16,
     "cpu_gemm_float32": cpu_gemm.float32,
+    "expert_exchange": expert_parallel.exchange,
+    "expert_layer": expert_parallel.layer,
+    "plan_published": planner.published,
+    "plan_large": planner.large,
+    "plan_overlap": planner.overlap,
 }
 
 

@@ -45,8 +45,8 @@ class Verdict:
         return self.value <= limit if word == "at most" else self.value >= limit
 
     def __str__(self) -> str:
-        unit = " s" if self.unit == "s" else self.unit
-        line = f"{self.text}: {self.value:.2f}{unit}"
+        digits, unit = (3, " s") if self.unit == "s" else (2, self.unit)
+        line = f"{self.text}: {self.value:.{digits}f}{unit}"
         if self.promise is not None:
             word, limit = self.promise
             line += f" (promised: {word} {limit:g}{unit}) {'met' if self.met else 'NOT MET'}"

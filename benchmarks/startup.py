@@ -14,7 +14,7 @@ _IMPORT = "import time; start = time.perf_counter(); import {module}; print(time
 _COMPILE = """
 import json, sys, time
 from benchmarks import npu_model
-from glass_jax.lowering import artifact, cache
+from glass_jax.lowering import cache
 kernel = npu_model.kernel()
 start = time.perf_counter()
 cache.compile(kernel, "950DT")

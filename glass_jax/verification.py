@@ -42,7 +42,7 @@ def violations(kernels: Iterable[collect.Found], chip: chips.Chip) -> list[Viola
     """The violations of every kernel; raises the compiler's refusal of one in which no rule finds any."""
     result = []
     for kernel in kernels:
-        found = verifier.verify(kernel.program, chip, kernel.memory)
+        found = verifier.verify(kernel.program, chip, kernel.memory, kernel.flags)
         if not found:
             kernel.compiled()
         result.extend(found)

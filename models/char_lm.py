@@ -61,11 +61,11 @@ class CharLM:
             x = glass.gemm(x, layer["w"].astype(self.dtype), bias=layer["b"], activation="gelu")
         return glass.gemm(x, last["w"].astype(self.dtype), bias=last["b"], preferred_element_type=jnp.float32)
 
-    def loss(self, params: Params, contexts: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Mean softmax cross entropy in nats a character, and the logits ``[B, V]`` it was computed from."""
+    def loss(self, params: Params, contexts: jax.Array, targets: jax.Array) -> jax.Array:
+        """Mean softmax cross entropy, in nats, of ``targets`` ``[B]``, the characters after ``contexts``."""
         logits = self.logits(params, contexts)
         right = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
-        return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - right), logits
+        return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - right)
 
     def shardings(self, mesh: Mesh) -> Params:
         """Where each parameter lives on a mesh with axes ``data`` and ``tensor``: the pytree of :meth:`init`."""

@@ -126,11 +126,11 @@ def train(model: CharLM, corpus: data.Corpus, options: Options, mesh: Mesh) -> R
 
     @jax.jit
     def evaluate(params):
-        return model.loss(params, *held_out_batch)[0]
+        return model.loss(params, *held_out_batch)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1), out_shardings=(*shardings, whole))
     def step(params, state, contexts, targets):
-        (loss, _), grads = jax.value_and_grad(model.loss, has_aux=True)(params, contexts, targets)
+        loss, grads = jax.value_and_grad(model.loss)(params, contexts, targets)
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from glass_jax import config, errors
-from glass_jax.cli import doctor, lower
+from glass_jax.cli import doctor, lower, plan
 
 USAGE_ERROR = 2  # exit code of a mistake on the command line, argparse's own; 1 says that --verify found something
 
@@ -21,6 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     doctor.add_arguments(commands.add_parser("doctor", help=doctor.SUMMARY, description=doctor.SUMMARY))
     lower.add_arguments(commands.add_parser("lower", help=lower.SUMMARY, **lower.help_text("glass lower")))
+    plan.add_arguments(commands.add_parser("plan", help=plan.SUMMARY, **plan.help_text()))
     return _run(parser, argv)
 
 

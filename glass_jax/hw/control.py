@@ -13,10 +13,11 @@ from jax import lax
 from glass_jax.hw import expressions, kloop, symbolic, vector
 from glass_jax.hw import program as ir
 from glass_jax.hw.program import Space
+from glass_jax.hw.simd import regions
 from glass_jax.hw.symbolic import Linear
 
 if TYPE_CHECKING:
-    from glass_jax.hw.machine import Machine
+    from glass_jax.hw.machine import Handler, Machine
 
 Arrays = dict[str, jax.Array]
 
@@ -32,19 +33,22 @@ def run_grid(machine: Machine, blocks: int) -> None:
         machine.bind_symbol(program.block.name, number, 0, blocks - 1)
         machine.execute(program.body, carried)
 
-    _repeat(machine, blocks, block, written, carried)
+    repeat(machine, blocks, block, written, carried)
 
 
 def run_for(machine: Machine, loop: ir.For, live: frozenset[str]) -> None:
     """Runs a loop: parallel ones in one go, K loops of a matrix product as one product, others as loops."""
     extent = machine.scalar(loop.extent)
-    if extent is None:
-        raise machine.varying(f"a loop over {loop.var.name!r} whose extent")
+    if extent is None or machine.scalar(loop.start) is None:
+        _run_uneven(machine, loop, live)
+        return
     if extent.static == 0:
         return
     if extent.static is not None:
-        at_once = vector.run_parallel if loop.kind == "parallel" else kloop.run_k_loop
-        if at_once(machine, loop, extent.static, live):
+        in_order = regions.run_at_once if machine.in_simd else kloop.run_k_loop
+        at_once = vector.run_parallel if loop.kind == "parallel" else in_order
+        watched = machine.observe is not None and at_once is kloop.run_k_loop
+        if not watched and at_once(machine, loop, extent.static, live):
             return
     run_serial(machine, loop, extent, live)
 
@@ -52,8 +56,6 @@ def run_for(machine: Machine, loop: ir.For, live: frozenset[str]) -> None:
 def run_serial(machine: Machine, loop: ir.For, extent: Linear, live: frozenset[str]) -> None:
     """Runs a loop one iteration after the other."""
     start = machine.scalar(loop.start)
-    if start is None:
-        raise machine.varying(f"a loop over {loop.var.name!r} whose start")
     trips, lets, guard, body = extent, (), None, loop.body
     guarded = _guarded_trips(machine, loop, extent)
     if guarded is not None:
@@ -73,13 +75,38 @@ def run_serial(machine: Machine, loop: ir.For, extent: Linear, live: frozenset[s
 
     written = machine.dataflow.writes(body)
     count = trips.traced() if trips.static is None else trips.static
-    _repeat(machine, count, iteration, written, (live | needed) & written)
+    repeat(machine, count, iteration, written, (live | needed) & written)
+
+
+def _run_uneven(machine: Machine, loop: ir.For, live: frozenset[str]) -> None:
+    """Runs a loop whose bounds differ between lanes: as often as the longest takes, those that are done masked."""
+    if len(machine.lanes) == 1:
+        _unit_by_unit(machine, loop, run_for, live)
+        return
+    start, extent = (jnp.asarray(expressions.value(machine, bound)) for bound in (loop.start, loop.extent))
+    trips = jnp.max(extent if machine.mask is None else jnp.where(machine.mask, extent, 0))
+    needed = machine.dataflow.live_before(loop.body, frozenset())
+
+    def iteration(number: jax.Array | int) -> None:
+        machine.variables[loop.var.name] = start + number
+        machine.restrict(number < extent)
+        machine.execute(loop.body, live | needed)
+
+    written = machine.dataflow.writes(loop.body)
+    repeat(machine, trips, iteration, written, (live | needed) & written)
+
+
+def _unit_by_unit(machine: Machine, stmt: ir.Stmt, run: Handler, live: frozenset[str]) -> None:
+    """Runs a statement that goes another way in each vector unit."""
+    for unit in machine.active:
+        with machine.unit(unit):
+            run(machine, stmt, live | machine.dataflow.writes((stmt,)))
 
 
 # --- carries --------------------------------------------------------------------------------------------------------
 
 
-def _repeat(
+def repeat(
     machine: Machine,
     trips: int | jax.Array,
     iteration: Callable[[jax.Array | int], None],
@@ -92,6 +119,7 @@ def _repeat(
     if isinstance(trips, int) and trips == 1:
         arrays = step(lambda: iteration(0), arrays)
     else:
+        machine.repeats = True
         arrays = lax.fori_loop(0, trips, lambda number, arrays: step(lambda: iteration(number), arrays), arrays)
     _leave(machine, written, arrays)
 
@@ -225,23 +253,38 @@ def _run_cond(machine: Machine, branch: ir.If, condition: jax.Array, live: froze
 
 
 def run_while(machine: Machine, loop: ir.While, live: frozenset[str]) -> None:
-    """Runs a loop while a scalar condition holds."""
+    """Runs a loop while a condition holds; where it differs between lanes, those in which it does not are masked."""
+    if np.size(expressions.value(machine, loop.condition)) != 1 and len(machine.lanes) == 1:
+        _unit_by_unit(machine, loop, run_while, live)
+        return
     written = machine.dataflow.writes(loop.body)
     carried = written & (live | machine.dataflow.live_before((loop,), frozenset()))
     step = _step(machine, written, carried)
 
-    def condition(arrays: Arrays) -> jax.Array:
+    def holds(arrays: Arrays, active: jax.Array) -> jax.Array:
+        """Where the loop goes on, given that it got here where ``active``."""
         saved = machine.memory.arrays
         machine.memory.arrays = saved | dict(arrays)
         try:
-            holds = expressions.value(machine, loop.condition)
+            return active & expressions.value(machine, loop.condition)
         finally:
             machine.memory.arrays = saved
-        if np.size(holds) != 1:
-            raise machine.varying("a while loop whose condition")
-        return jnp.reshape(holds, ())
 
-    def body(arrays: Arrays) -> Arrays:
-        return step(lambda: machine.execute(loop.body, live | carried), arrays)
+    def body(state: tuple[Arrays, jax.Array]) -> tuple[Arrays, jax.Array]:
+        arrays, active = state
 
-    _leave(machine, written, lax.while_loop(condition, body, _carry(machine, carried)))
+        def iteration() -> None:
+            if active.size > 1:
+                machine.restrict(active)
+            machine.execute(loop.body, live | carried)
+
+        arrays = step(iteration, arrays)
+        return arrays, holds(arrays, active)
+
+    arrays = _carry(machine, carried)
+    here = jnp.asarray(True) if machine.mask is None else machine.mask
+    active = holds(arrays, here)
+    active = active.reshape(()) if active.size == 1 else jnp.broadcast_to(active, machine.lanes)
+    machine.repeats = True
+    arrays, _ = lax.while_loop(lambda state: jnp.any(state[1]), body, (arrays, active))
+    _leave(machine, written, arrays)

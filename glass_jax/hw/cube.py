@@ -21,9 +21,51 @@ if TYPE_CHECKING:
 def run_gemm(machine: Machine, gemm: ir.Gemm, live: frozenset[str]) -> None:
     """Executes ``c = a @ b``, or ``c += a @ b``, on operands in L1 or L0."""
     a, b = (_matrix(copies.read_region(machine, region)) for region in (gemm.a, gemm.b))
+    if "hf32" in gemm.attrs and a.dtype == np.float32:
+        a, b = (_to_hf32(x, gemm.attrs["hf32"]) for x in (a, b))
+    if "scales" in gemm.attrs:
+        along = (0 if gemm.transpose_a else 1), (1 if gemm.transpose_b else 0)
+        a, b = (_scaled(machine, *pair) for pair in zip((a, b), gemm.attrs["scales"], along, strict=True))
     accumulate = numerics.dtype(machine.memory.buffers[gemm.c.buffer].dtype)
     axes = (0 if gemm.transpose_a else 1,), (1 if gemm.transpose_b else 0,)
     accumulate_product(machine, gemm, matmul(a, b, axes, accumulate))
+
+
+def _to_hf32(x: jax.Array, rounding: str) -> jax.Array:
+    """float32 rounded to HF32, whose mantissa has 11 bits: to nearest, ties to even or away from zero."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    dropped = np.uint32(12)
+    half = np.uint32(1 << 11) - (np.uint32(1) - ((bits >> dropped) & np.uint32(1)) if rounding == "nearest_even" else 0)
+    rounded = (bits + half) >> dropped << dropped
+    return jnp.where(jnp.isfinite(x), lax.bitcast_convert_type(rounded, jnp.float32), x)
+
+
+SCALE_BLOCK = 32  # elements that one e8m0 scale of an MX format covers
+
+
+def _scaled(machine: Machine, x: jax.Array, region: ir.Region, axis: int) -> jax.Array:
+    """An operand in an MX format times its scales, exactly, in float32.
+
+    Args:
+      machine: the machine.
+      x: the operand.
+      region: its scales, a row for each row or column of the result and a byte for 32 elements along ``axis`` of the
+        operand; in 16-bit elements two, the low byte first.
+      axis: the axis of ``x`` that is summed over.
+    """
+    scales = _matrix(copies.read_region(machine, region))
+    if scales.dtype.itemsize == 2:
+        scales = lax.bitcast_convert_type(scales, jnp.uint8).reshape(scales.shape[0], -1)
+    factors = lax.bitcast_convert_type(lax.bitcast_convert_type(scales, jnp.uint8), jnp.float8_e8m0fnu)
+    blocks = factors.astype(jnp.float32)
+    rows, length = x.shape[1 - axis], x.shape[axis]
+    if blocks.shape[0] < rows or blocks.shape[1] * SCALE_BLOCK < length:
+        raise HardwareConstraintError(
+            f"scales {list(blocks.shape)} in {region.buffer!r} are too few for {rows} rows of {length} elements, "
+            f"{SCALE_BLOCK} to a scale"
+        )
+    spread = jnp.repeat(blocks[:rows], SCALE_BLOCK, axis=1)[:, :length]
+    return x.astype(jnp.float32) * (spread if axis == 1 else spread.T)
 
 
 def _matrix(tile: jax.Array) -> jax.Array:
@@ -70,6 +112,6 @@ def matmul(a: jax.Array, b: jax.Array, contracted: Axes, accumulate: np.dtype, b
     if a.dtype.itemsize == 1 and jnp.issubdtype(a.dtype, jnp.floating):
         # Every 8-bit float is a bfloat16, for which XLA has fast products.
         a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
-    return lax.dot_general(
-        a, b, (contracted, batch), precision=lax.Precision.HIGHEST, preferred_element_type=accumulate
-    )
+    # XLA may shorten float32 operands unless told not to. 16-bit ones it would convert to float32 if told.
+    precision = lax.Precision.HIGHEST if a.dtype == np.float32 else lax.Precision.DEFAULT
+    return lax.dot_general(a, b, (contracted, batch), precision=precision, preferred_element_type=accumulate)

@@ -22,8 +22,10 @@ def is_whole(region: ir.Region, buffer: ir.Buffer) -> bool:
 class Dataflow:
     """Answers for one program, whose buffers' shapes are ints. Names are those of allocations."""
 
-    def __init__(self, buffers: Mapping[str, ir.Buffer]):
+    def __init__(self, buffers: Mapping[str, ir.Buffer], everywhere: bool):
+        """``everywhere``: all lanes and vector units execute the statements. Else nothing is overwritten entirely."""
         self._buffers = buffers
+        self._everywhere = everywhere
         self._views = {}
         for buffer in buffers.values():
             self._views.setdefault(buffer.storage, set()).add((buffer.shape, buffer.dtype))
@@ -39,7 +41,7 @@ class Dataflow:
             elif isinstance(stmt, ir.Gemm):
                 found.add(self._storage(stmt.c.buffer))
             elif isinstance(stmt, ir.Op):
-                found |= self._named(stmt)
+                found |= self._addressed(stmt) or self._named(stmt)
         return frozenset(found)
 
     def live_before(self, statements: tuple[ir.Stmt, ...], live: Names, first: frozenset[ir.Var] = _NONE) -> Names:
@@ -52,37 +54,39 @@ class Dataflow:
         return live
 
     def _uses(self, stmt: ir.Stmt, first: frozenset[ir.Var]) -> Names:
-        """Allocations that a statement may read before it overwrites them."""
+        """Allocations that a statement may read before it overwrites them. Writing a part of one is no reading."""
         used = self._loads(stmt)
         if isinstance(stmt, ir.For):
             start = first | {stmt.var} if stmt.start == ir.Const(0, stmt.var.dtype) else first
             later = self.live_before(stmt.body, _NONE, first) - self._overwrites(stmt, first)
             return used | self.live_before(stmt.body, _NONE, start) | later
         if isinstance(stmt, ir.Copy):
-            partial = _NONE if self._fills(stmt) else {self._storage(stmt.dst.buffer)}
-            return used | {self._storage(stmt.src.buffer)} | partial
+            return used | {self._storage(stmt.src.buffer)}
         if isinstance(stmt, ir.Gemm):
-            kept = _NONE if self._overwrites(stmt, first) else {self._storage(stmt.c.buffer)}
-            return used | {self._storage(stmt.a.buffer), self._storage(stmt.b.buffer)} | kept
-        if isinstance(stmt, ir.Store):
-            return used if self._overwrites(stmt, first) else used | {self._storage(stmt.buffer)}
-        if isinstance(stmt, ir.Fill):
-            return used if self._overwrites(stmt, first) else used | {self._storage(stmt.dst.buffer)}
-        if isinstance(stmt, ir.Op):
-            return used | self._named(stmt)
+            kept = _NONE if _certainly(stmt.clear, first) else {self._storage(stmt.c.buffer)}
+            scales = {self._storage(scale.buffer) for scale in stmt.attrs.get("scales", ())}
+            return used | {self._storage(stmt.a.buffer), self._storage(stmt.b.buffer)} | scales | kept
+        if isinstance(stmt, ir.Op) and not self._addressed(stmt):
+            return used | (self._named(stmt) - self._overwrites(stmt, first))
         for block in ir.blocks_of(stmt):
             used |= self.live_before(block, _NONE, first)
         return used
 
     def _overwrites(self, stmt: ir.Stmt, first: frozenset[ir.Var]) -> Names:
         """Allocations that a statement certainly overwrites entirely, whatever they held before."""
+        if not self._everywhere:
+            return _NONE
         if isinstance(stmt, ir.Copy):
             return frozenset({self._storage(stmt.dst.buffer)}) if self._fills(stmt) else _NONE
         if isinstance(stmt, ir.Fill):
             return self._whole(stmt.dst)
         if isinstance(stmt, ir.Store):
-            single = math.prod(self._buffers[stmt.buffer].shape) == 1 and self._alone(stmt.buffer)
+            # A register is stored as a whole: its lanes have no index.
+            stored = self._buffers[stmt.buffer].shape[: len(stmt.indices)]
+            single = math.prod(stored) == 1 and self._alone(stmt.buffer)
             return frozenset({self._storage(stmt.buffer)}) if single else _NONE
+        if isinstance(stmt, ir.Op) and (result := ir.result_of(stmt)) is not None:
+            return frozenset({self._storage(result)})
         if isinstance(stmt, ir.Gemm):
             return self._whole(stmt.c) if _certainly(stmt.clear, first) else _NONE
         if isinstance(stmt, ir.Simt | ir.Simd):
@@ -110,7 +114,7 @@ class Dataflow:
         found: set[str] = set()
         for stmt in body:
             if isinstance(stmt, ir.Store) and len(set(stmt.indices)) == len(stmt.indices):
-                shape = self._buffers[stmt.buffer].shape
+                shape = self._buffers[stmt.buffer].shape[: len(stmt.indices)]
                 if tuple(extents.get(index) for index in stmt.indices) == shape and self._alone(stmt.buffer):
                     found.add(self._storage(stmt.buffer))
         return frozenset(found)
@@ -132,7 +136,15 @@ class Dataflow:
 
     def _loads(self, stmt: ir.Stmt) -> Names:
         """Allocations read by the statement's own expressions."""
-        return frozenset(self._storage(e.buffer) for e in ir.subexpressions(stmt) if isinstance(e, ir.Load))
+        parts = [stmt]
+        if isinstance(stmt, ir.Op):  # an address that is an argument itself is written
+            parts = [(a.indices, a.offset) if isinstance(a, ir.Address) else a for a in (*stmt.args, stmt.attrs)]
+        reads = (e for e in ir.subexpressions(parts) if isinstance(e, ir.Load | ir.Address))
+        return frozenset(self._storage(e.buffer) for e in reads)
+
+    def _addressed(self, op: ir.Op) -> Names:
+        """Allocations that an operation writes by address; one that does writes nothing else."""
+        return frozenset(self._storage(a.buffer) for a in op.args if isinstance(a, ir.Address))
 
     def _named(self, op: ir.Op) -> Names:
         """Allocations that an operation names, read or written."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from glass_jax.errors import UnsupportedError
-from glass_jax.hw import numerics, symbolic
+from glass_jax.hw import numerics, symbolic, warps
 from glass_jax.hw import program as ir
 from glass_jax.hw.symbolic import Linear
 
@@ -62,10 +65,38 @@ def value(machine: Machine, expr: ir.Expr) -> Array:
         if known is not None:
             return value(machine, expr.then if known else expr.orelse)
         return jnp.where(condition, value(machine, expr.then), value(machine, expr.orelse)).astype(dtype)
+    args = [value(machine, argument) for argument in expr.args]
+    if expr.name == "reinterpret":
+        return lax.bitcast_convert_type(jnp.asarray(args[0]), dtype)
+    if expr.name in warps.NAMES:
+        return warps.call(machine, expr.name, args).astype(dtype)
     function = numerics.CALLS.get(expr.name)
     if function is None:
         raise UnsupportedError(f"the NPU model does not run the function {expr.name!r} yet")
-    return function(*(value(machine, argument) for argument in expr.args)).astype(dtype)
+    return numerics.apply(function, args, dtype)
+
+
+_STATIC = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "floordiv": operator.floordiv,
+    "truncdiv": lambda lhs, rhs: int(lhs / rhs), "floormod": operator.mod, "min": min, "max": max,
+    "shl": operator.lshift, "shr": operator.rshift,
+}  # fmt: skip
+
+
+def static(expr: int | ir.Expr, sizes: Mapping[str, Linear]) -> int | None:
+    """An integer expression of variables with known values, such as an extent; None if it is something else."""
+    if isinstance(expr, int):
+        return expr
+    if isinstance(expr, ir.Var):
+        return sizes[expr.name].static if expr.name in sizes else None
+    if isinstance(expr, ir.Const):
+        return int(expr.value)
+    if isinstance(expr, ir.Cast):
+        return static(expr.value, sizes)
+    if isinstance(expr, ir.Binary):
+        lhs, rhs = static(expr.lhs, sizes), static(expr.rhs, sizes)
+        return None if lhs is None or rhs is None or expr.op not in _STATIC else _STATIC[expr.op](lhs, rhs)
+    return None
 
 
 def decided(condition: Array) -> bool | None:
@@ -110,7 +141,7 @@ def _binary(machine: Machine, expr: ir.Binary, dtype: np.dtype) -> Array:
             known = decided(first)
             if known is not None:
                 return second if known == (expr.op == "and") else np.asarray(known)
-    return numerics.BINARY[expr.op](lhs, rhs).astype(dtype)
+    return numerics.apply(numerics.BINARY[expr.op], [lhs, rhs], dtype)
 
 
 def _cast(machine: Machine, expr: ir.Cast, dtype: np.dtype) -> Array:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -125,7 +125,8 @@ def _stages(loop: ir.For) -> _Stages | None:
     first = (loop.var, ir.Const(0, loop.var.dtype))
     at_first = gemm.clear in (ir.Binary("eq", *first, "bool"), ir.Binary("eq", *first[::-1], "bool"))
     never = gemm.clear == ir.Const(False, "bool")
-    if len(by_target) < 2 or {gemm.a.buffer, gemm.b.buffer} != set(by_target) or not (at_first or never):
+    operands = {gemm.a.buffer, gemm.b.buffer}
+    if gemm.attrs or len(by_target) < 2 or operands != set(by_target) or not (at_first or never):
         return None
     return _Stages(by_target[gemm.a.buffer], by_target[gemm.b.buffer], gemm, at_first)
 
@@ -133,13 +134,16 @@ def _stages(loop: ir.For) -> _Stages | None:
 def _operand(machine: Machine, copy: ir.Copy, region: ir.Region, k: Symbol, steps: int, axis: int) -> _Operand | None:
     """The operand that ``steps`` iterations of ``copy`` fetch in order of K, or None if they do something else.
 
-    ``region`` is what the product reads of the copy's destination, ``axis`` the axis it sums over, ``k`` the loop index, for
-    whose value 0 the indices are evaluated.
+    ``region`` is what the product reads of the copy's destination, ``axis`` the axis it sums over, ``k`` the loop
+    index, for whose value 0 the indices are evaluated.
     """
     source, target = machine.memory.buffers[copy.src.buffer], machine.memory.buffers[copy.dst.buffer]
     if source.space != Space.GM or not (is_whole(copy.dst, target) and is_whole(region, target)):
         return None
-    extents = copies.extents(machine, copy.src)
+    found = [machine.scalar(extent) for extent in copy.src.extents]
+    if any(extent is None or extent.static is None for extent in found):
+        return None
+    extents = tuple(extent.static for extent in found)
     matrix = [dimension for dimension, extent in enumerate(extents) if extent != 1]
     transposed = bool(copy.attrs.get("transpose"))
     tile = tuple(extents[dimension] for dimension in matrix)
@@ -195,8 +199,8 @@ def _accumulator(machine: Machine, gemm: ir.Gemm) -> np.dtype:
 def whole_products(machine: Machine, blocks: int) -> dict[int, WholeProduct]:
     """The whole products of a program's K loops, by the ids of the loops.
 
-    Only of those that multiply arrays that no statement writes, compute no fewer elements than the whole product has, and
-    whose whole product is no larger than one of the kernel's arrays.
+    Only of those that multiply arrays that no statement writes, compute no fewer elements than the whole product has,
+    and whose whole product is no larger than one of the kernel's arrays.
     """
     program, buffers = machine.program, machine.memory.buffers
     written = machine.dataflow.writes(program.body)
@@ -214,9 +218,17 @@ def whole_products(machine: Machine, blocks: int) -> dict[int, WholeProduct]:
     return found
 
 
-def _loops(body: tuple[ir.Stmt, ...], trips: int) -> Iterator[tuple[ir.For, int]]:
-    """Every loop with a known number of iterations outside it, and that number, guards not counted."""
+def _loops(body: tuple[ir.Stmt, ...], trips: int, loaded: frozenset[str] = frozenset()) -> Iterator[tuple[ir.For, int]]:
+    """The loops that certainly run, and how often each does, but for guards on block and loop indices.
+
+    Loops under a condition that depends on memory, or in loops of unknown length, are left out: they may run far less
+    often. ``loaded`` are the variables that depend on memory.
+    """
     for stmt in body:
+        if isinstance(stmt, ir.Let) and _depends(stmt.value, loaded):
+            loaded |= {stmt.var.name}
+        if isinstance(stmt, ir.While) or (isinstance(stmt, ir.If) and _depends(stmt.condition, loaded)):
+            continue
         inside = trips
         if isinstance(stmt, ir.For):
             yield stmt, trips
@@ -224,7 +236,11 @@ def _loops(body: tuple[ir.Stmt, ...], trips: int) -> Iterator[tuple[ir.For, int]
                 continue
             inside = trips * stmt.extent.value
         for block in ir.blocks_of(stmt):
-            yield from _loops(block, inside)
+            yield from _loops(block, inside, loaded)
+
+
+def _depends(expr: ir.Expr, loaded: frozenset[str]) -> bool:
+    return _mentions(expr, loaded) or any(isinstance(e, ir.Load) for e in ir.subexpressions(expr))
 
 
 def _pairing(loop: ir.For, stages: _Stages, shapes: Sequence[tuple[int, ...]]) -> _Pairing | None:
@@ -254,12 +270,12 @@ def _pairing(loop: ir.For, stages: _Stages, shapes: Sequence[tuple[int, ...]]) -
     return _Pairing((k_a, k_b), batch, free)
 
 
-def _mentions(expr: ir.Expr, names: set[str]) -> bool:
+def _mentions(expr: ir.Expr, names: Set[str]) -> bool:
     return any(isinstance(e, ir.Var) and e.name in names for e in ir.subexpressions(expr))
 
 
 def _multiply(machine: Machine, stages: _Stages, pairing: _Pairing) -> WholeProduct:
-    """Computes a whole product, without the free dimensions of size 1, for which XLA would lay it out in another order."""
+    """Computes a whole product; without free dimensions of size 1, for which XLA would lay it out in another order."""
     fetches = (stages.a, stages.b)
     views = [machine.memory.view(copy.src.buffer) for copy in fetches]
     length = min(view.shape[d] for view, d in zip(views, pairing.contracted, strict=True))

@@ -1,8 +1,8 @@
-"""How the model's numbers behave: element types, poison, conversions and arithmetic. The rules are in docs/numerics.md."""
+"""How numbers behave on the model: types, poison, conversions and arithmetic. The rules are in docs/numerics.md."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -32,29 +32,40 @@ def dtype(name: str) -> np.dtype:
 
 
 def scalar_dtype(name: str) -> np.dtype:
-    """The type in which an expression of type ``name`` is evaluated: 64-bit integers as 32-bit ones unless JAX has them."""
+    """The type in which an expression of type ``name`` is evaluated: 32 bits for 64-bit integers if JAX has none."""
     return dtype({"int64": "int32", "uint64": "uint32"}.get(name, name) if not jax.config.jax_enable_x64 else name)
 
 
 def stored(of: np.dtype) -> np.dtype:
     """The type in which elements lie in the model's memories.
 
-    XLA on a CPU turns every update of a bfloat16 or 8-bit float array into one of a float32 copy of it: they are kept as the
-    unsigned integers of their bits.
+    XLA on a CPU turns every update of a bfloat16 or 8-bit float array into one of a float32 copy of it: they are kept
+    as the unsigned integers of their bits.
     """
     if jnp.issubdtype(of, jnp.floating) and of not in (np.float16, np.float32, np.float64):
         return np.dtype(f"uint{8 * of.itemsize}")
     return of
 
 
+def bits(of: np.dtype) -> int:
+    """Bits of an element in the hardware's memory: 4 for float4, which the model keeps one in a byte."""
+    if jnp.issubdtype(of, jnp.floating):
+        return jnp.finfo(of).bits
+    return 8 * of.itemsize
+
+
 def to_bits(x: jax.Array) -> jax.Array:
     """``x`` as it lies in memory."""
-    bits = stored(x.dtype)
-    return x if bits == x.dtype else lax.bitcast_convert_type(x, bits)
+    if bits(x.dtype) == 4:
+        return lax.bitcast_convert_type(x, jnp.uint4).astype(jnp.uint8)
+    lying = stored(x.dtype)
+    return x if lying == x.dtype else lax.bitcast_convert_type(x, lying)
 
 
 def from_bits(x: jax.Array, of: np.dtype) -> jax.Array:
     """Elements of type ``of`` that lie in memory as ``x``."""
+    if bits(of) == 4:
+        return lax.bitcast_convert_type(x.astype(jnp.uint4), of)
     return x if x.dtype == of else lax.bitcast_convert_type(x, of)
 
 
@@ -63,6 +74,8 @@ def poison(of: np.dtype) -> np.ndarray:
 
     NaN, or for integers a large number, so that a read of it shows.
     """
+    if bits(of) == 4:
+        return np.asarray(7, np.uint8)  # 6, the largest: there is no NaN
     if jnp.issubdtype(of, jnp.floating):
         return np.asarray(np.nan, of).view(stored(of))
     if of == np.bool_:
@@ -87,12 +100,12 @@ def convert(x: jax.Array, to: np.dtype) -> jax.Array:
         wide = x.astype(jnp.float32)
         return jnp.where(jnp.isnan(wide), wide, jnp.clip(wide, -largest, largest)).astype(to)
     if from_float and not to_float:
-        wide = jnp.trunc(x.astype(jnp.float32))
+        wide = jnp.trunc(x.astype(jnp.float32) if x.dtype.itemsize < 4 else x)
         limits = np.iinfo(to)
-        # The bounds in float32: 2**31 - 1 rounds up to 2**31, which no int32 holds, so the ends are chosen by comparison.
+        # In float32 the bound 2**31 - 1 is 2**31, which no int32 holds: the ends are chosen by comparison.
         exact = wide.astype(to)
-        exact = jnp.where(wide >= np.float32(limits.max), np.asarray(limits.max, to), exact)
-        exact = jnp.where(wide <= np.float32(limits.min), np.asarray(limits.min, to), exact)
+        exact = jnp.where(wide >= limits.max, np.asarray(limits.max, to), exact)
+        exact = jnp.where(wide <= limits.min, np.asarray(limits.min, to), exact)
         return jnp.where(jnp.isnan(wide), np.asarray(0, to), exact)
     return x.astype(to)
 
@@ -100,6 +113,17 @@ def convert(x: jax.Array, to: np.dtype) -> jax.Array:
 def _divide(x: jax.Array, y: jax.Array) -> jax.Array:
     """The quotient; of integers, rounded toward zero."""
     return x / y if jnp.issubdtype(x.dtype, jnp.floating) else lax.div(*jnp.broadcast_arrays(x, y))
+
+
+def apply(function: Callable[..., jax.Array], operands: Sequence[jax.Array], to: np.dtype) -> jax.Array:
+    """``function(*operands)`` as type ``to``; on floats of less than 32 bits computed in float32 and rounded once.
+
+    XLA would compute a chain of 16-bit operations in float32 and round at its end only.
+    """
+    wide = [
+        x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4 else x for x in operands
+    ]
+    return function(*wide).astype(to)
 
 
 # Operands have one dtype and broadcast against each other. Comparisons give bool.
@@ -165,6 +189,8 @@ CALLS: dict[str, Callable[..., jax.Array]] = {
     "asin": jnp.arcsin,
     "acos": jnp.arccos,
     "fmod": jnp.fmod,
+    "clamp": jnp.clip,
+    "ldexp": jnp.ldexp,
     "copysign": jnp.copysign,
     "hypot": jnp.hypot,
     "clz": lax.clz,

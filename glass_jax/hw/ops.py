@@ -1,4 +1,4 @@
-"""Operations that a program names: reductions, and those with no effect when statements run in order."""
+"""Operations that a program names: reductions and scans of tiles, and a table of all of them."""
 
 from __future__ import annotations
 
@@ -7,18 +7,22 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from glass_jax.errors import UnsupportedError
-from glass_jax.hw import copies, numerics
+from glass_jax.hw import atomics, copies, messages, moves, numerics, random
 from glass_jax.hw import program as ir
+from glass_jax.hw.joining import JOINS
 from glass_jax.hw.machine import Handler
-from glass_jax.hw.storage import PER_UNIT
+from glass_jax.hw.simd import stores
 
 if TYPE_CHECKING:
     from glass_jax.hw.machine import Machine
 
 # Synchronization, and hints to the scheduler: the model runs statements in the order written.
 _WITHOUT_EFFECT = (
+    "ascend_cross_core_set_flag",
+    "ascend_cross_core_wait_flag",
     "ascend_get_buf",
     "ascend_pipe_barrier",
     "ascend_rls_buf",
@@ -28,21 +32,22 @@ _WITHOUT_EFFECT = (
     "ascend_wait_flag",
     "assume",
     "conflict_hint",
+    "per_core_task",
     "stage",
+    "sync_warp",
     "task",
+    "tvm_storage_sync",
 )
 
-# For each kind of reduction: over one axis of an array, and of two arrays.
-_REDUCTIONS: dict[str, tuple[Callable[..., jax.Array], Callable[[jax.Array, jax.Array], jax.Array]]] = {
-    "sum": (lambda x, axis: jnp.sum(x, axis, dtype=x.dtype), jnp.add),
-    "max": (jnp.max, jnp.maximum),
-    "min": (jnp.min, jnp.minimum),
-    "abssum": (lambda x, axis: jnp.sum(jnp.abs(x), axis, dtype=x.dtype), jnp.add),
-    "absmax": (lambda x, axis: jnp.max(jnp.abs(x), axis), jnp.maximum),
-    "bitand": (lambda x, axis: jnp.bitwise_and.reduce(x, axis), jnp.bitwise_and),
-    "bitor": (lambda x, axis: jnp.bitwise_or.reduce(x, axis), jnp.bitwise_or),
-    "bitxor": (lambda x, axis: jnp.bitwise_xor.reduce(x, axis), jnp.bitwise_xor),
-}
+# Operations that run in every lane; the others work on a whole tile.
+IN_LANES = frozenset({"atomic", "random", "random_init", "print", "assert", *_WITHOUT_EFFECT, *stores.OPERATIONS})
+
+# How a kind of reduction joins, and what it joins.
+_REDUCTIONS: dict[str, tuple[str, Callable[[jax.Array], jax.Array]]] = {
+    kind: (kind, lambda x: x) for kind in ("max", "min", "bitand", "bitor", "bitxor")
+} | {"sum": ("add", lambda x: x), "abssum": ("add", jnp.abs), "absmax": ("max", jnp.abs)}
+
+_SCANS: dict[str, Callable[..., jax.Array]] = {"sum": lax.cumsum, "max": lax.cummax}
 
 
 def run_reduce(machine: Machine, op: ir.Op, live: frozenset[str]) -> None:
@@ -51,20 +56,52 @@ def run_reduce(machine: Machine, op: ir.Op, live: frozenset[str]) -> None:
     kind, dim = op.attrs["kind"], op.attrs["dim"]
     if kind not in _REDUCTIONS:
         raise UnsupportedError(f"the NPU model does not run the reduction {kind!r} yet")
-    along, join = _REDUCTIONS[kind]
-    spaces = {machine.memory.buffers[region.buffer].space for region in (source, target)}
-    if not spaces <= PER_UNIT:
-        raise UnsupportedError(f"the NPU model does not run a reduction in {', '.join(sorted(spaces - PER_UNIT))} yet")
-    lead = len(machine.active)
-    result = along(copies.read_region(machine, source), dim + 1).reshape(lead, *copies.extents(machine, target))
+    name, prepare = _REDUCTIONS[kind]
+    join = JOINS[name]
+    _check_spaces(machine, source, target)
+    reduced = join.along(prepare(copies.read_region(machine, source)), dim + 1)
+    result = reduced.reshape(len(machine.active), *copies.extents(machine, target))
     result = numerics.convert(result, numerics.dtype(machine.memory.buffers[target.buffer].dtype))
     if not op.attrs["clear"]:
-        result = join(copies.read_region(machine, target), result)
+        result = join.pair(copies.read_region(machine, target), result)
     copies.write_region(machine, target, result)
+
+
+def run_scan(machine: Machine, op: ir.Op, live: frozenset[str]) -> None:
+    """Accumulates along dimension ``dim`` of a region, from the other end with ``reverse``, into another region."""
+    source, target = op.args
+    _check_spaces(machine, source, target)
+    scan = _SCANS[op.attrs["kind"]]
+    result = scan(copies.read_region(machine, source), axis=op.attrs["dim"] + 1, reverse=op.attrs["reverse"])
+    to = numerics.dtype(machine.memory.buffers[target.buffer].dtype)
+    copies.write_region(machine, target, numerics.convert(result, to))
+
+
+def _check_spaces(machine: Machine, *regions: ir.Region) -> None:
+    for region in regions:
+        if not machine.memory.per_unit(region.buffer):
+            space = machine.memory.buffers[region.buffer].space.name
+            raise UnsupportedError(
+                f"the NPU model does not run a reduction or scan of {region.buffer!r} in {space}, which the vector "
+                "units do not have: copy it to UB or to a fragment"
+            )
 
 
 def _no_effect(machine: Machine, op: ir.Op, live: frozenset[str]) -> None:
     """Nothing to do."""
 
 
-HANDLERS: dict[str, Handler] = {"reduce": run_reduce} | dict.fromkeys(_WITHOUT_EFFECT, _no_effect)
+HANDLERS: dict[str, Handler] = (
+    {
+        "reduce": run_reduce,
+        "scan": run_scan,
+        "move": moves.run_move,
+        "atomic": atomics.run_atomic,
+        "random_init": random.run_init,
+        "random": random.run_random,
+        "print": messages.run_print,
+        "assert": messages.run_assert,
+    }
+    | dict.fromkeys(_WITHOUT_EFFECT, _no_effect)
+    | stores.OPERATIONS
+)

@@ -42,6 +42,12 @@ def _expression(expr: int | ir.Expr) -> tuple[str, int]:
             return f"{expr.name}({_list(expr.args)})", _ATOM
         case ir.Binary():
             return _binary(expr)
+        case ir.Address():
+            offset = f" + {expression(expr.offset)} bytes" if expr.offset else ""
+            return f"&{expr.buffer}[{_list(expr.indices)}]{offset}", _ATOM
+        case ir.Register():
+            words = "".join(f", {word}" for word in expr.modes)
+            return f"{expr.name}({_list(expr.args)}{words})", _ATOM
     return str(expr), _ATOM
 
 
@@ -76,7 +82,7 @@ def _attrs(attrs: dict[str, Any]) -> str:
     return "".join(f" {name}={_argument(value)}" for name, value in attrs.items())
 
 
-def _head(stmt: ir.Stmt) -> str:
+def head(stmt: ir.Stmt) -> str:
     """The first line of ``stmt``, without the blocks inside it."""
     match stmt:
         case ir.For():
@@ -105,6 +111,8 @@ def _head(stmt: ir.Stmt) -> str:
             return f"simt {threads}:"
         case ir.Simd():
             return "simd:"
+        case ir.Section():
+            return f"{stmt.core}:"
         case ir.Op():
             return f"{stmt.name}({', '.join(map(_argument, stmt.args))}){_attrs(stmt.attrs)}"
 
@@ -112,7 +120,7 @@ def _head(stmt: ir.Stmt) -> str:
 def _lines(body: tuple[ir.Stmt, ...], depth: int) -> Iterator[str]:
     indent = "  " * depth
     for stmt in body:
-        yield indent + _head(stmt)
+        yield indent + head(stmt)
         blocks = ir.blocks_of(stmt)
         for index, block in enumerate(blocks):
             if index == 1 and block:
@@ -135,4 +143,6 @@ def text(program: ir.Program) -> str:
     units = f", {program.unit.name} < {program.units}" if program.unit else ""
     lines.append(f"  blocks {program.block.name} < {expression(program.blocks)}{units}:")
     lines.extend(_lines(program.body, 2))
+    if program.next is not None:
+        lines.append(f"then {text(program.next)}")
     return "\n".join(lines)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,8 @@ from glass_jax.hw import numerics
 from glass_jax.hw import program as ir
 from glass_jax.hw.program import Space
 from glass_jax.hw.symbolic import Facts, Linear, clamp
+
+_BLOCK_BYTES = 32  # of a data block, the C0 of fractal layouts
 
 # Memories that each vector unit has for itself: their arrays have a leading axis, one entry a unit.
 PER_UNIT = frozenset({Space.UB, Space.FRAGMENT, Space.REDUCER})
@@ -28,8 +31,8 @@ def varying_axes(x: jax.Array) -> frozenset[str]:
 class Memory:
     """The contents of every allocation at one point of a trace.
 
-    An allocation without an entry holds poison: nobody has written it yet. Arrays are immutable, so a copy of ``arrays`` is
-    a snapshot.
+    An allocation without an entry holds poison: nobody has written it yet. Arrays are immutable, so a copy of
+    ``arrays`` is a snapshot.
 
     Elements lie in the arrays as numerics.stored says.
 
@@ -38,22 +41,33 @@ class Memory:
       private: allocations that every lane of a parallel region has for itself, with the lanes' extents, which lead.
     """
 
-    def __init__(self, buffers: Mapping[str, ir.Buffer], units: int, axes: frozenset[str]):
-        """Memories of ``units`` vector units holding ``buffers``, whose shapes are ints; ``axes`` as in varying_axes."""
+    def __init__(
+        self, buffers: Mapping[str, ir.Buffer], units: int, axes: frozenset[str], split: Set[str] = frozenset()
+    ):
+        """Memories of ``units`` vector units for ``buffers``, whose shapes are ints.
+
+        ``axes`` are as in varying_axes; ``split`` are scalars that the vector units have for themselves.
+        """
         self.buffers = buffers
         self.arrays: dict[str, jax.Array] = {}
         self.private: dict[str, tuple[int, ...]] = {}
         self._units = units
+        self._split = split
         self._axes = axes
         self._bases: dict[str, ir.Buffer] = {}
         for buffer in buffers.values():
-            if buffer.layout is not None:
-                raise UnsupportedError(
-                    f"the NPU model does not run the layout {buffer.layout!r} of {buffer.name!r} yet"
-                )
             base = self._bases.get(buffer.storage)
-            if base is None or _nbytes(buffer) > _nbytes(base):
+            if base is None or _bits(buffer) > _bits(base):
                 self._bases[buffer.storage] = buffer
+
+    def add_bank(self, storage: str, blocks: int) -> str:
+        """Adds an allocation that holds the contents of ``storage`` of every block of the grid; returns its name."""
+        base, name = self._bases[storage], f"{storage}@blocks"
+        shape = (blocks, *self.lead(base.name), *physical_shape(base))
+        bank = dataclasses.replace(base, name=name, storage=name, space=Space.GM, shape=shape, layout=None)
+        self.buffers = {**self.buffers, name: bank}
+        self._bases[name] = bank
+        return name
 
     def storage(self, buffer: str) -> str:
         """The allocation that ``buffer`` views."""
@@ -68,14 +82,19 @@ class Memory:
         storage = self.storage(buffer)
         if storage in self.private:
             return self.private[storage]
-        return (self._units,) if self.buffers[buffer].space in PER_UNIT else ()
+        return (self._units,) if self.per_unit(buffer) else ()
 
-    def get(self, storage: str) -> jax.Array:
-        """The contents of an allocation, shape of its largest view with the leading axes before it."""
+    def per_unit(self, buffer: str) -> bool:
+        """Whether each vector unit has ``buffer`` for itself."""
+        return self.buffers[buffer].space in PER_UNIT or self.storage(buffer) in self._split
+
+    def get(self, storage: str, lead: tuple[int, ...] | None = None) -> jax.Array:
+        """The contents of an allocation, shape of its largest view with the leading axes, or ``lead``, before it."""
         if storage not in self.arrays:
             base = self._bases[storage]
             of = numerics.dtype(base.dtype)
-            self.arrays[storage] = self.vary(jnp.full(self.lead(base.name) + base.shape, numerics.poison(of)))
+            axes = self.lead(base.name) if lead is None else lead
+            self.arrays[storage] = self.vary(jnp.full(axes + physical_shape(base), numerics.poison(of)))
         return self.arrays[storage]
 
     def put(self, storage: str, contents: jax.Array) -> None:
@@ -86,18 +105,23 @@ class Memory:
         """The contents of ``buffer``, an allocation or a view of one, in its own shape, elements as stored."""
         target, base = self.buffers[buffer], self._bases[self.storage(buffer)]
         contents = self.get(target.storage)
+        if target.layout == "nz":
+            return _rows_of_blocks(contents).reshape(self.lead(buffer) + target.shape)
         if target.shape == base.shape and target.dtype == base.dtype:
             return contents
         lead = self.lead(buffer)
-        flat = _reinterpret(contents.reshape(*lead, -1), numerics.stored(numerics.dtype(target.dtype)))
+        flat = _reread(contents.reshape(*lead, -1), numerics.dtype(base.dtype), numerics.dtype(target.dtype))
         return flat[..., : math.prod(target.shape)].reshape(lead + target.shape)
 
     def put_view(self, buffer: str, contents: jax.Array) -> None:
-        """Replaces the contents of ``buffer``, elements as stored; what its allocation holds beyond a smaller view stays."""
+        """Replaces the contents of ``buffer``, elements as stored; what the allocation holds beyond a view stays."""
         target, base = self.buffers[buffer], self._bases[self.storage(buffer)]
-        if target.shape != base.shape or target.dtype != base.dtype:
+        if target.layout == "nz":
+            *_, columns, rows, block = physical_shape(target)
+            contents = _rows_of_blocks(contents.reshape(*contents.shape[:-2], rows, columns, block))
+        elif target.shape != base.shape or target.dtype != base.dtype:
             lead = self.lead(buffer)
-            flat = _reinterpret(contents.reshape(*lead, -1), numerics.stored(numerics.dtype(base.dtype)))
+            flat = _reread(contents.reshape(*lead, -1), numerics.dtype(target.dtype), numerics.dtype(base.dtype))
             size = math.prod(base.shape)
             if flat.shape[-1] < size:
                 old = self.get(target.storage).reshape(*lead, size)
@@ -105,17 +129,65 @@ class Memory:
             contents = flat.reshape(lead + base.shape)
         self.put(target.storage, contents)
 
+    def smallest_element(self, storage: str) -> int:
+        """Bytes of an element of the view of an allocation that has the smallest ones."""
+        return min(numerics.dtype(b.dtype).itemsize for b in self.buffers.values() if b.storage == storage)
+
+    def flat(self, buffer: str, of: np.dtype) -> jax.Array:
+        """The allocation that ``buffer`` views, in the order of addresses, as elements of type ``of`` as stored."""
+        base = self._bases[self.storage(buffer)]
+        return _reread(self.get(base.storage).reshape(*self.lead(buffer), -1), numerics.dtype(base.dtype), of)
+
+    def put_flat(self, buffer: str, contents: jax.Array, of: np.dtype) -> None:
+        """Replaces the contents of an allocation by elements of type ``of``, as stored, in the order of addresses."""
+        base = self._bases[self.storage(buffer)]
+        flat = _reread(contents, of, numerics.dtype(base.dtype))
+        self.put(base.storage, flat.reshape(self.lead(buffer) + physical_shape(base)))
+
     def vary(self, x: jax.Array) -> jax.Array:
-        """``x`` varying over every mesh axis that the kernel's arguments vary over, as loop carries must agree on it."""
+        """``x`` varying over every mesh axis that the kernel's arguments vary over: loop carries must agree on it."""
         missing = tuple(sorted(self._axes - varying_axes(x)))
         return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def _nbytes(buffer: ir.Buffer) -> int:
-    return math.prod(buffer.shape) * numerics.dtype(buffer.dtype).itemsize
+def physical_shape(buffer: ir.Buffer) -> tuple[int, ...]:
+    """The shape of a buffer whose row-major order is that of addresses.
+
+    Compact NZ keeps a matrix as columns of blocks of 32 bytes: column by column of blocks, each from the first row down.
+    """
+    if buffer.layout is None:
+        return buffer.shape
+    *lead, rows, columns = buffer.shape
+    block = _BLOCK_BYTES // numerics.dtype(buffer.dtype).itemsize
+    if buffer.layout != "nz" or columns % block:
+        raise UnsupportedError(
+            f"the NPU model does not run the layout {buffer.layout!r} of {buffer.name!r} with shape {buffer.shape} yet"
+        )
+    return (*lead, columns // block, rows, block)
 
 
-def _reinterpret(flat: jax.Array, to: np.dtype) -> jax.Array:
+def _rows_of_blocks(x: jax.Array) -> jax.Array:
+    """Blocks by column and row as blocks by row and column, and the other way round."""
+    return jnp.swapaxes(x, -3, -2)
+
+
+def _bits(buffer: ir.Buffer) -> int:
+    return math.prod(buffer.shape) * numerics.bits(numerics.dtype(buffer.dtype))
+
+
+def _reread(flat: jax.Array, of: np.dtype, to: np.dtype) -> jax.Array:
+    """The bytes of elements of type ``of`` read as elements of type ``to``; of two 4-bit elements the first is low."""
+    if numerics.bits(of) == numerics.bits(to) == 4:
+        return flat
+    if numerics.bits(of) == 4:
+        flat = flat[..., ::2] | (flat[..., 1::2] << np.uint8(4))
+    if numerics.bits(to) != 4:
+        return reinterpret(flat, numerics.stored(to))
+    flat = reinterpret(flat, np.dtype(np.uint8))
+    return jnp.stack([flat & np.uint8(15), flat >> np.uint8(4)], axis=-1).reshape(*flat.shape[:-1], -1)
+
+
+def reinterpret(flat: jax.Array, to: np.dtype) -> jax.Array:
     """The bytes of the last axis read as another type."""
     if flat.dtype == to:
         return flat

@@ -154,8 +154,9 @@ def _divide(op: str, x: Linear, divisor: int, facts: Facts) -> Linear | None:
         return None
     low, high = x.bounds(facts)
     if op == "div":
-        value, low, high = jnp.floor_divide(x.traced(), np.int32(divisor)), low // divisor, high // divisor
-    elif 0 <= low and high < divisor:
+        value = jnp.floor_divide(x.traced(), np.int32(divisor))
+        low, high = (bound if math.isinf(bound) else bound // divisor for bound in (low, high))
+    elif low >= 0 and high < divisor:
         return x
     else:
         value, low, high = jnp.remainder(x.traced(), np.int32(divisor)), 0, divisor - 1
@@ -166,11 +167,10 @@ def _divide(op: str, x: Linear, divisor: int, facts: Facts) -> Linear | None:
 def extremum(op: str, x: Linear, y: Linear, facts: Facts) -> Linear | None:
     """``min`` or ``max`` of two scalars; None if they vary by lane."""
     (x_low, x_high), (y_low, y_high) = x.bounds(facts), y.bounds(facts)
-    first, second = (x, y) if op == "min" else (y, x)
-    if max(first.bounds(facts)) <= min(second.bounds(facts)):
-        return first
-    if max(second.bounds(facts)) <= min(first.bounds(facts)):
-        return second
+    if x_high <= y_low:
+        return x if op == "min" else y
+    if y_high <= x_low:
+        return y if op == "min" else x
     if x.pattern.ndim or y.pattern.ndim:
         return Linear(getattr(np, op + "imum")(x.pattern, y.pattern)) if not x.terms and not y.terms else None
     pick: Callable[[float, float], float] = min if op == "min" else max
@@ -195,8 +195,8 @@ def compare(op: str, difference: Linear, facts: Facts) -> np.ndarray | None:
         "le": (high <= 0, low > 0),
         "gt": (low > 0, high <= 0),
         "ge": (low >= 0, high < 0),
-        "eq": (low == high == 0, low > 0 or high < 0),
-        "ne": (low > 0 or high < 0, low == high == 0),
+        "eq": (low == 0 == high, low > 0 or high < 0),
+        "ne": (low > 0 or high < 0, low == 0 == high),
     }
     true, false = outcomes[op]
     if true or false:

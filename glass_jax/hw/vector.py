@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
-from glass_jax.errors import UnsupportedError
 from glass_jax.hw import expressions, numerics, symbolic
 from glass_jax.hw import program as ir
-from glass_jax.hw.lanes import DependentLanes, check_independent
+from glass_jax.hw.lanes import Access, DependentLanes, check_independent
 from glass_jax.hw.program import Space
 
 if TYPE_CHECKING:
@@ -25,29 +22,6 @@ def run_store(machine: Machine, store: ir.Store, live: frozenset[str]) -> None:
     machine.store(store.buffer, store.indices, value)
 
 
-def run_simt(machine: Machine, simt: ir.Simt, live: frozenset[str]) -> None:
-    """Runs a SIMT region: parallel loops as iteration spaces, what names a thread once a thread, the rest once.
-
-    Threads advance together, statement by statement: what one reads of another's is there if a barrier lies between.
-    """
-    tainted = {thread.name for thread in simt.threads}
-    for stmt in simt.body:
-        if isinstance(stmt, ir.Let) and _mentions(stmt, tainted):
-            tainted.add(stmt.var.name)
-    if not any(_mentions(stmt, tainted) for stmt in ir.walk(simt.body)):
-        machine.execute(simt.body, live)
-        return
-    if any(isinstance(stmt, ir.For) and stmt.kind == "parallel" for stmt in ir.walk(simt.body)):
-        raise UnsupportedError("the NPU model does not run parallel loops beside code that names a thread yet")
-    with machine.scope():
-        machine.add_lanes({var.name: extent for var, extent in zip(simt.threads, simt.extents, strict=True)})
-        machine.execute(simt.body, live)
-
-
-def _mentions(stmt: ir.Stmt, names: set[str]) -> bool:
-    return any(isinstance(e, ir.Var) and e.name in names for e in ir.subexpressions(stmt))
-
-
 def run_parallel(machine: Machine, loop: ir.For, extent: int, live: frozenset[str]) -> bool:
     """Runs a parallel loop nest for all iterations at once if that is the same as one after the other.
 
@@ -57,21 +31,22 @@ def run_parallel(machine: Machine, loop: ir.For, extent: int, live: frozenset[st
     start = machine.scalar(loop.start)
     if start is None:
         return False
-    outer_log, arrays = machine.log, dict(machine.memory.arrays)
-    machine.log = log = []
+    outer_log, outer_repeats, arrays = machine.log, machine.repeats, dict(machine.memory.arrays)
+    log: list[Access] = []
+    machine.log, machine.repeats = log, False
     try:
         since = symbolic.now()
         with machine.scope():
             machine.add_lanes(loops)
             machine.variables[loop.var.name] += start
-            with _private(machine, body):
+            with machine.private(_own_scalars(machine, body, live), machine.lanes):
                 machine.execute(body, live | machine.dataflow.live_before(body, frozenset()))
-            check_independent(log, machine.lanes, since)
+            check_independent(log, machine.lanes, since, in_order=not machine.repeats)
     except DependentLanes:
         machine.memory.arrays = arrays
         return False
     finally:
-        machine.log = outer_log
+        machine.log, machine.repeats = outer_log, outer_repeats or machine.repeats
     if outer_log is not None:
         outer_log.extend(log)
     return True
@@ -89,24 +64,9 @@ def _nest(loop: ir.For, extent: int) -> tuple[dict[str, int], tuple[ir.Stmt, ...
     return loops, body
 
 
-@contextlib.contextmanager
-def _private(machine: Machine, body: tuple[ir.Stmt, ...]) -> Iterator[None]:
-    """Gives every lane its own copy of the scalars that it writes before it reads them; the last lane's stays."""
-    memory = machine.memory
-    inherited = machine.dataflow.live_before(body, frozenset())
-    names = {
-        buffer.storage
-        for buffer in memory.buffers.values()
-        if buffer.space == Space.SCALAR and buffer.storage not in memory.private
-    }
-    names &= machine.dataflow.writes(body) - inherited
-    saved = memory.private
-    for name in names:
-        memory.arrays.pop(name, None)
-    memory.private = saved | dict.fromkeys(names, machine.lanes)
-    try:
-        yield
-    finally:
-        memory.private = saved
-    for name in names:
-        memory.put(name, memory.get(name)[(-1,) * len(machine.lanes)])
+def _own_scalars(machine: Machine, body: tuple[ir.Stmt, ...], live: frozenset[str]) -> list[str]:
+    """The scalars, and vector registers, that every lane writes before it reads them: it needs a copy of its own."""
+    spaces = {Space.SCALAR, Space.FRAGMENT} if machine.in_simd else {Space.SCALAR}
+    names = {buffer.storage for buffer in machine.memory.buffers.values() if buffer.space in spaces}
+    # Of what is needed afterwards every lane must write all: a part that it leaves is another lane's.
+    return sorted(names & machine.dataflow.writes(body) - machine.dataflow.live_before(body, live & frozenset(names)))

@@ -14,26 +14,33 @@ from glass_jax.hw import memory as mem
 from glass_jax.hw import program as ir
 from glass_jax.hw.chips import Chip
 from glass_jax.hw.program import Allocation
-from glass_jax.hw.rules import copies, cube, sync
+from glass_jax.hw.rules import bounds, copies, cube, sync
 from glass_jax.hw.rules import memory as memory_rules
 from glass_jax.hw.rules.base import Rule, Subject, Violation
 
-RULES: tuple[Rule, ...] = (*memory_rules.RULES, *cube.RULES, *copies.RULES, *sync.RULES)
+RULES: tuple[Rule, ...] = (*memory_rules.RULES, *bounds.RULES, *cube.RULES, *copies.RULES, *sync.RULES)
 _OVERFLOWS = ("memory-overflow", "l0-overflow")
 
 
-def verify(program: ir.Program, chip: Chip, memory: Sequence[Allocation] | None = None) -> list[Violation]:
+def verify(
+    program: ir.Program,
+    chip: Chip,
+    memory: Sequence[Allocation] | None = None,
+    flags: ir.Program | None = None,
+) -> list[Violation]:
     """What ``chip`` cannot take in ``program``.
 
     Args:
       program: the kernel.
       chip: the chip it is to run on.
       memory: the compiler's memory map; None takes the upper bound of ``glass_jax.hw.memory.allocations``.
+      flags: the synchronization in the code that the compiler generated, as a program without the work; None leaves it
+        out.
 
     Returns:
       The violations, by rule in the order of :data:`RULES`; empty if there are none.
     """
-    subject = Subject(program, chip, memory_of(program, chip, memory))
+    subject = Subject(program, chip, memory_of(program, chip, memory), flags)
     return [violation for rule in RULES for violation in rule.violations(subject)]
 
 

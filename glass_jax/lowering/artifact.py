@@ -46,13 +46,13 @@ class Argument:
 
     Attributes:
       name: its name in the kernel.
-      shape: its shape.
+      shape: its shape, None for a dimension that a call decides; empty for a scalar.
       dtype: its element type, a NumPy or ml_dtypes name.
       output: whether the kernel writes it (a result) or reads it (an operand).
     """
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int | None, ...]
     dtype: str
     output: bool
 
@@ -67,13 +67,15 @@ class Artifact:
       source: the generated Ascend C.
       entry: name of the kernel function in ``source``.
       arguments: the kernel's parameters, in the order of its signature.
-      launch_order: positions in ``arguments``, in the order in which the generated function takes them.
-      block_dim: number of blocks to launch.
+      launch_order: positions in ``arguments``, in the order in which the generated function takes them; None if it also
+        takes scalars or sizes, by value, which no launch passes.
+      block_dim: number of blocks to launch, None where a call decides.
       dynamic_ub_bytes: unified buffer to reserve at launch, in bytes.
       workspace_bytes: GM scratch the kernel needs, in bytes.
       arch: the target architecture, for example ``"dav-3510"``.
       memory: the on-chip memory map.
       versions: versions of the compilers that made it.
+      flags: the synchronization in the generated code, as a program without the work; None if it is not known.
     """
 
     key: str
@@ -81,13 +83,14 @@ class Artifact:
     source: str
     entry: str
     arguments: tuple[Argument, ...]
-    launch_order: tuple[int, ...]
-    block_dim: int
+    launch_order: tuple[int, ...] | None
+    block_dim: int | None
     dynamic_ub_bytes: int
     workspace_bytes: int
     arch: str
     memory: tuple[Allocation, ...]
     versions: dict[str, str]
+    flags: ir.Program | None = None
 
     @functools.cached_property
     def sha(self) -> str:
@@ -99,6 +102,7 @@ def to_json(artifact: Artifact) -> str:
     """``artifact`` as JSON text."""
     fields = {field.name: getattr(artifact, field.name) for field in dataclasses.fields(artifact)}
     fields["program"] = json.loads(ir.to_json(artifact.program))
+    fields["flags"] = None if artifact.flags is None else json.loads(ir.to_json(artifact.flags))
     fields["arguments"] = [dataclasses.asdict(argument) for argument in artifact.arguments]
     fields["memory"] = [dataclasses.asdict(allocation) for allocation in artifact.memory]
     return json.dumps(fields)
@@ -112,7 +116,10 @@ def from_json(text: str) -> Artifact:
     """
     fields = json.loads(text)
     fields["program"] = ir.from_json(json.dumps(fields["program"]))
+    flags = fields["flags"]
+    fields["flags"] = None if flags is None else ir.from_json(json.dumps(flags))
     fields["arguments"] = tuple(Argument(**item | {"shape": tuple(item["shape"])}) for item in fields["arguments"])
     fields["memory"] = tuple(Allocation(**item | {"space": ir.Space(item["space"])}) for item in fields["memory"])
-    fields["launch_order"] = tuple(fields["launch_order"])
+    order = fields["launch_order"]
+    fields["launch_order"] = None if order is None else tuple(order)
     return Artifact(**fields)

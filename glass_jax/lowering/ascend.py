@@ -52,6 +52,11 @@ def call(kernel: artifact.Kernel, *operands: jax.Array, chip: str) -> tuple[jax.
       HardwareConstraintError: the operands are not those of the kernel's signature.
     """
     made = cache.compile(kernel, chip)
+    if made.launch_order is None:
+        raise errors.UnsupportedError(
+            f"kernel {made.entry} takes scalars or sizes by value, which the custom call does not pass: build it for "
+            "one shape and pass a scalar as a tensor of one element; implementation='npu_model' runs it as it is"
+        )
     positions = range(len(made.arguments))
     inputs, outputs = ([i for i in positions if made.arguments[i].output == wanted] for wanted in (False, True))
     _check_operands(made, [made.arguments[i] for i in inputs], operands)

@@ -39,6 +39,11 @@ class Found:
         """The compiler's memory map, if it made one."""
         return self.made.memory if self.made else None
 
+    @property
+    def flags(self) -> ir.Program | None:
+        """The synchronization in the generated code, if the compiler made it."""
+        return self.made.flags if self.made else None
+
     def compiled(self) -> artifact.Artifact:
         """The compiled kernel; raises the compiler's error if it refused."""
         if self.made is None:
@@ -67,6 +72,28 @@ def find(fn_or_kernel: Any, *args: Any, chip: str, **kwargs: Any) -> tuple[Found
     return (_of_kernel(user.user_kernel(fn_or_kernel, *args, **kwargs), chip),)
 
 
+def program(kernel: Any, out_idx: Any, chip: str) -> tuple[ir.Program, tuple[int, ...]]:
+    """The program of a TileLang kernel, and the positions of its results among its parameters.
+
+    Args:
+      kernel: a ``@T.prim_func``, or a ``@tilelang.jit`` function that takes no arguments.
+      out_idx: positions of the results, or None for what the kernel says.
+      chip: name of the chip it is built for.
+
+    Raises:
+      HardwareConstraintError: ``kernel`` is no TileLang kernel, or has no parameter at ``out_idx``.
+      UnsupportedError: the kernel has no form as a Program.
+    """
+    if not is_tilelang(kernel):
+        raise errors.HardwareConstraintError(
+            f"expected a TileLang kernel (a @T.prim_func or a @tilelang.jit function), got {type(kernel).__name__}"
+        )
+    from glass_jax.lowering.tilelang import decode, user
+
+    found = user.user_kernel(kernel, out_idx=out_idx)
+    return decode.decode(found.build(chip), dict(found.pass_configs)), found.outputs
+
+
 def is_tilelang(fn_or_kernel: Any) -> bool:
     """Whether this is an object of TileLang, decided without loading it."""
     return type(fn_or_kernel).__module__.partition(".")[0] in ("tilelang", "tvm")
@@ -88,5 +115,5 @@ def _of_kernel(kernel: artifact.Kernel, chip: str) -> Found:
     except errors.GlassError as refusal:  # for a reason that the verifier may explain better
         from glass_jax.lowering.tilelang import decode
 
-        return Found(decode.decode(kernel.build(chip)), None, refusal)
+        return Found(decode.decode(kernel.build(chip), dict(kernel.pass_configs)), None, refusal)
     return Found(made.program, made)

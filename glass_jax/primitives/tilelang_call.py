@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,24 +14,33 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from glass_jax import config, errors
-from glass_jax.lowering import artifact
+from glass_jax.lowering import artifact, npu_model
 from glass_jax.lowering.tiled import common
 from glass_jax.primitives import axes
 
 
 @dataclasses.dataclass(frozen=True)
 class Params:
-    """Static parameters of the primitive: the kernel, and how and for which chip it runs."""
+    """Static parameters of the primitive: the kernel, and how and for which chip it runs.
+
+    Attributes:
+      kernel: the kernel.
+      arguments: its parameters, with the shapes of this call.
+      updates: positions of the parameters that are operands and results.
+      implementation: what was asked for, None for the platform's default.
+      chip: name of the chip.
+    """
 
     kernel: artifact.Kernel
     arguments: tuple[artifact.Argument, ...]
+    updates: tuple[int, ...]
     implementation: str | None
     chip: str
 
     @property
-    def inputs(self) -> list[artifact.Argument]:
-        """The kernel's operands, in the order of its signature."""
-        return [argument for argument in self.arguments if not argument.output]
+    def inputs(self) -> list[int]:
+        """Positions of the kernel's operands, in the order of its signature."""
+        return [i for i, argument in enumerate(self.arguments) if not argument.output or i in self.updates]
 
     @property
     def results(self) -> list[artifact.Argument]:
@@ -38,7 +48,9 @@ class Params:
         return [self.arguments[position] for position in self.kernel.outputs]
 
 
-def tilelang_call(prim_func: Any, *, out_shape: Any, out_idx: int | Sequence[int] | None = None) -> Callable[..., Any]:
+def tilelang_call(
+    prim_func: Any, *, out_shape: Any, out_idx: int | Sequence[int] | None = None, update_idx: Sequence[int] = ()
+) -> Callable[..., Any]:
     """A TileLang Ascend kernel as a function of JAX arrays.
 
     ::
@@ -54,11 +66,14 @@ def tilelang_call(prim_func: Any, *, out_shape: Any, out_idx: int | Sequence[int
     it one with ``jax.custom_vjp``.
 
     Args:
-      prim_func: a ``@T.prim_func`` of static shapes, or a ``@tilelang.jit`` function that takes no arguments; one that
-        does gives a ``prim_func`` by ``.get_tir(*args)``.
+      prim_func: a ``@T.prim_func``, or a ``@tilelang.jit`` function that takes no arguments; one that does gives a
+        ``prim_func`` by ``.get_tir(*args)``. Scalar parameters are operands of shape ``()``. On Ascend its shapes must
+        be static, and it must have no scalar parameters.
       out_shape: a ``jax.ShapeDtypeStruct`` for the result, or a pytree of them, in the order of ``out_idx``.
       out_idx: positions of the results among the kernel's parameters (negative ones count from the end); default: the
         last ones, as many as ``out_shape`` has.
+      update_idx: which of the positions in ``out_idx`` are also operands: the kernel reads or adds to what it finds
+        there. What other results hold before the kernel writes them is undefined. Not on Ascend.
 
     Returns:
       A function of the kernel's other parameters, in their order, with results structured like ``out_shape``.
@@ -66,8 +81,7 @@ def tilelang_call(prim_func: Any, *, out_shape: Any, out_idx: int | Sequence[int
     Raises:
       HardwareConstraintError: (a ValueError) ``out_shape`` or an array does not match the kernel's signature.
       MissingDependencyError: TileLang is not installed.
-      UnsupportedError: the kernel has a dynamic shape, or implementation ``"xla"`` is asked for, which a kernel
-        without a formula does not have.
+      UnsupportedError: implementation ``"xla"`` is asked for, which a kernel without a formula does not have.
     """
     from glass_jax.lowering.tilelang import user
 
@@ -80,17 +94,27 @@ def tilelang_call(prim_func: Any, *, out_shape: Any, out_idx: int | Sequence[int
         )
     for argument, leaf in zip(results, leaves, strict=True):
         _check(kernel.name, "out_shape", argument, leaf)
+    arguments = list(kernel.arguments)
+    for position, leaf in zip(kernel.outputs, leaves, strict=True):
+        arguments[position] = dataclasses.replace(arguments[position], shape=tuple(leaf.shape))
+    updates = tuple(position % len(arguments) for position in update_idx)
+    if not set(updates) <= set(kernel.outputs):
+        raise errors.HardwareConstraintError(
+            f"kernel {kernel.name}: update_idx={tuple(update_idx)} names parameters that are no results; results are "
+            f"{kernel.outputs}"
+        )
 
     def call(*operands: jax.typing.ArrayLike) -> Any:
         options = config.current()
-        params = Params(kernel, kernel.arguments, options.implementation, options.chip)
-        if len(operands) != len(params.inputs):
-            names = ", ".join(argument.name for argument in params.inputs)
+        params = Params(kernel, tuple(arguments), updates, options.implementation, options.chip)
+        inputs = [params.arguments[position] for position in params.inputs]
+        if len(operands) != len(inputs):
+            names = ", ".join(argument.name for argument in inputs)
             raise errors.HardwareConstraintError(
-                f"kernel {kernel.name} takes {len(params.inputs)} arrays ({names}), got {len(operands)}"
+                f"kernel {kernel.name} takes {len(inputs)} arrays ({names}), got {len(operands)}"
             )
         arrays = [jnp.asarray(operand) for operand in operands]
-        for argument, array in zip(params.inputs, arrays, strict=True):
+        for argument, array in zip(inputs, arrays, strict=True):
             _check(kernel.name, "the array", argument, array)
         return jax.tree.unflatten(tree, call_p.bind(*axes.vary_alike(*arrays), params=params))
 
@@ -99,11 +123,15 @@ def tilelang_call(prim_func: Any, *, out_shape: Any, out_idx: int | Sequence[int
 
 
 def _check(kernel: str, what: str, argument: artifact.Argument, given: Any) -> None:
-    have, want = (tuple(given.shape), jnp.dtype(given.dtype)), (argument.shape, jnp.dtype(argument.dtype))
-    if have != want:
+    shape, dtype, wanted = tuple(given.shape), jnp.dtype(given.dtype), jnp.dtype(argument.dtype)
+    fits = len(shape) == len(argument.shape) and all(
+        want in (None, have) for have, want in zip(shape, argument.shape, strict=True)
+    )
+    if not fits or dtype != wanted:
+        sizes = ", ".join("?" if size is None else str(size) for size in argument.shape)
         raise errors.HardwareConstraintError(
-            f"kernel {kernel}: parameter {argument.name} is {want[1]}{list(want[0])}, {what} is "
-            f"{have[1]}{list(have[0])}; build the kernel for these shapes, or convert the array"
+            f"kernel {kernel}: parameter {argument.name} is {wanted}[{sizes}], {what} is {dtype}{list(shape)}; "
+            "build the kernel for these shapes, or convert the array"
         )
 
 
@@ -152,6 +180,14 @@ def _lowering(default: str) -> mlir.LoweringRule:
                 f'kernel {params.kernel.name} has no formula for implementation="xla"; use "npu_model" or "ascend"'
             )
         common.check_ascend(f"kernel {params.kernel.name}", implementation, default, common.split_of(ctx))
+        if implementation == "npu_model":
+            run = functools.partial(npu_model.call, params.kernel, chip=params.chip, inputs=params.inputs)
+            return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
+        if params.updates:
+            raise errors.UnsupportedError(
+                f"kernel {params.kernel.name} updates operands (update_idx), which the custom call does not pass yet; "
+                "implementation='npu_model' runs it"
+            )
 
         def run(*operands):
             return common.run(params.kernel, *operands, implementation=implementation, chip=params.chip)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import jax
@@ -15,8 +14,8 @@ from glass_jax.sharding.algorithms import ALGORITHMS
 AxisName = str | tuple[str, ...]
 
 
-def axes(axis_name: AxisName, collective: str) -> tuple[tuple[str, ...], int]:
-    """The mesh axes that a collective runs over, and the number of ranks along them.
+def axes(axis_name: AxisName, collective: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """The mesh axes that a collective runs over, and their extents.
 
     Raises:
       CollectiveError: an axis is not bound here, or named twice.
@@ -32,10 +31,10 @@ def axes(axis_name: AxisName, collective: str) -> tuple[tuple[str, ...], int]:
             manual = jax.sharding.get_abstract_mesh().manual_axes
             here = f"the axes here are {', '.join(map(repr, manual))}" if manual else "there are none here"
             raise errors.CollectiveError(
-                f"{collective}: there is no mesh axis {name!r}; {here}. Call it inside jax.shard_map or SimulatedMesh.shard_map "
-                f"over a mesh with an axis of that name"
+                f"{collective}: there is no mesh axis {name!r}; {here}. Call it inside jax.shard_map or "
+                "SimulatedMesh.shard_map over a mesh with an axis of that name"
             ) from None
-    return names, math.prod(sizes)
+    return names, tuple(sizes)
 
 
 def algorithm(collective: str, name: str) -> None:
@@ -48,12 +47,14 @@ def algorithm(collective: str, name: str) -> None:
 def blocks(shape: Sequence[int], ranks: int, collective: str) -> None:
     """Raises CollectiveError unless the first dimension can be cut into one block a rank."""
     if not shape:
-        raise errors.CollectiveError(f"{collective} cuts its first dimension into {ranks} blocks, and a scalar has none")
+        raise errors.CollectiveError(
+            f"{collective} cuts its first dimension into {ranks} blocks, and a scalar has none"
+        )
     if shape[0] % ranks:
         padded = -(-shape[0] // ranks) * ranks
         raise errors.CollectiveError(
-            f"{collective} of {tuple(shape)} over {ranks} ranks: the first dimension, {shape[0]}, is not a multiple of {ranks}; "
-            f"pad it to {padded}"
+            f"{collective} of {tuple(shape)} over {ranks} ranks: the first dimension, {shape[0]}, is not a multiple of "
+            f"{ranks}; pad it to {padded}"
         )
 
 
@@ -77,14 +78,17 @@ def permutation(pairs: Sequence[tuple[int, int]], ranks: int) -> np.ndarray:
     source_of: dict[int, int] = {}
     for source, target in pairs:
         if not (0 <= source < ranks and 0 <= target < ranks):
-            raise errors.CollectiveError(f"send_recv: {source} -> {target} is not between ranks; they are 0 to {ranks - 1}")
+            raise errors.CollectiveError(
+                f"send_recv: {source} -> {target} is not between ranks; they are 0 to {ranks - 1}"
+            )
         if dst[source] >= 0:
             raise errors.CollectiveError(
                 f"send_recv: rank {source} sends twice, to {dst[source]} and {target}; a rank sends to one rank a call"
             )
         if target in source_of:
             raise errors.CollectiveError(
-                f"send_recv: rank {target} is sent to twice, by {source_of[target]} and {source}; a rank receives from one a call"
+                f"send_recv: rank {target} is sent to twice, by {source_of[target]} and {source}; a "
+                "rank receives from one a call"
             )
         dst[source], source_of[target] = target, source
     return dst

@@ -1,10 +1,11 @@
 """Collectives over mesh axes, each by an algorithm of choice.
 
-They run inside ``jax.shard_map`` on devices and processes, and inside ``SimulatedMesh.shard_map`` on any number of simulated
-ranks, with the same bits. Every rank ends with the same bits, too. All are linear and differentiable, any number of times.
+They run inside ``jax.shard_map`` on devices and processes, and inside ``SimulatedMesh.shard_map`` on any number of
+simulated ranks, with the same bits. Every rank ends with the same bits, too. All are linear and differentiable, any
+number of times.
 
-``algorithm`` is ``"auto"`` (the one of least predicted cost, see ``cost.choose``), ``"xla"`` (JAX's own collective), or one of
-``algorithms.ALGORITHMS``; ``axis_name`` is a mesh axis, or several, of which the first is the slowest to vary.
+``algorithm`` is ``"auto"`` (the one of least predicted cost, see ``cost.choose``), ``"xla"`` (JAX's own collective), or
+one of ``algorithms.ALGORITHMS``; ``axis_name`` is a mesh axis, or several, of which the first is the slowest to vary.
 """
 
 from __future__ import annotations
@@ -15,13 +16,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from glass_jax import errors
-from glass_jax.sharding import algorithms, checks, cost
+from glass_jax.sharding import checks, cost, primitive, simulated
 from glass_jax.sharding.execute import AxisName
-from glass_jax.sharding.primitive import Call, collective_p
+from glass_jax.sharding.linear import Collective, collective_p
 
 
 def all_reduce(
@@ -33,11 +33,12 @@ def all_reduce(
       x: ``[...]``; bool counts as int32.
       axis_name: mesh axes to sum over.
       algorithm: see the module.
-      accumulate_dtype: dtype that the sum is formed in, and rounded from once; by default float32 for floats of 16 bits and
-        less, else ``x``'s.
+      accumulate_dtype: dtype that the sum is formed in, and rounded from once; by default float32 for floats of 16 bits
+        and less, else ``x``'s.
 
     Returns:
-      ``[...]`` of ``x``'s dtype. Under ``check_vma=True`` its type says that it is equal on all ranks, like ``lax.psum``'s.
+      ``[...]`` of ``x``'s dtype. Under ``check_vma=True`` its type says that it is equal on all ranks, like
+      ``lax.psum``'s.
 
     Raises:
       CollectiveError: the axis, algorithm or dtype is not one.
@@ -91,8 +92,8 @@ def reduce_scatter(
       accumulate_dtype: see :func:`all_reduce`.
 
     Raises:
-      CollectiveError: the axis or algorithm is not one, the algorithm is not defined for P, or P does not divide the first
-        dimension.
+      CollectiveError: the axis or algorithm is not one, the algorithm is not defined for P, or P does not divide the
+        first dimension.
     """
     x = jnp.asarray(x)
     x = x.astype(jnp.int32) if x.dtype == bool else x
@@ -129,19 +130,25 @@ def send_recv(
     Raises:
       CollectiveError: the axis or algorithm is not one, or ``perm`` is no partial permutation of the ranks.
     """
-    _, ranks = checks.axes(axis_name, "send_recv")
+    ranks = primitive.over(axis_name, "send_recv").ranks
     dst = tuple(checks.permutation(perm, ranks).tolist())
     return _bind(jnp.asarray(x), "send_recv", axis_name, algorithm, dst=dst)
 
 
 def _blocks(x: jax.Array, axis_name: AxisName, collective: str) -> jax.Array:
     """``[P * n, ...] -> [P, n, ...]``."""
-    _, ranks = checks.axes(axis_name, collective)
+    ranks = primitive.over(axis_name, collective).ranks
     checks.blocks(x.shape, ranks, collective)
     return x.reshape(ranks, x.shape[0] // ranks, *x.shape[1:])
 
 
-def _bind(
+def _bind(x: jax.Array, collective: str, axis_name: AxisName, algorithm: str, **options: Any) -> jax.Array:
+    """Makes ``x`` vary over the axes, and runs the collective on it."""
+    (x,) = primitive.vary_alike(primitive.over(axis_name, collective).axes, x)
+    return collective_p.bind(x, program=prepare(x, collective, axis_name, algorithm, **options), simulated=())
+
+
+def prepare(
     x: jax.Array,
     collective: str,
     axis_name: AxisName,
@@ -149,37 +156,33 @@ def _bind(
     *,
     accumulate_dtype: DTypeLike | None = None,
     root: int = 0,
+    dst: tuple[int, ...] | None = None,
     invariant: bool = False,
-    **static: Any,
-) -> jax.Array:
-    """Checks what all collectives have in common, chooses an algorithm, and makes ``x`` vary over the axes."""
-    axes, ranks = checks.axes(axis_name, collective)
+) -> Collective:
+    """The program of a collective of arrays like ``x``, after the checks that all collectives have in common."""
+    over = primitive.over(axis_name, collective)
     checks.algorithm(collective, algorithm)
-    checks.root(root, ranks, collective)
+    checks.root(root, over.ranks, collective)
+    levels = over.sizes if len(over.sizes) > 1 else None
     if algorithm == "auto":
-        algorithm = cost.choose(collective, x.size * x.dtype.itemsize, ranks).algorithm
-    levels = tuple(lax.axis_size(axis) for axis in axes) if algorithm == "hierarchical" and len(axes) > 1 else None
-    if algorithm not in ("xla", "direct"):
-        algorithms.build(collective, algorithm, ranks, root=root, levels=levels)  # raises if it cannot be
-    if manual := set(axes) & set(jax.sharding.get_abstract_mesh().manual_axes):
-        x = lax.pcast(x, tuple(sorted(manual - _varying(x))), to="varying")
-    call = Call(
-        collective=collective,
+        choice = cost.choose(collective, x.size * x.dtype.itemsize, over.ranks)
+        algorithm, levels = choice.algorithm, choice.topology.grid(over.ranks)
+    mesh = simulated.current()
+    program = Collective(
+        name=collective,
         algorithm=algorithm,
-        axes=axes,
-        ranks=ranks,
+        over=over,
         accumulate=_accumulate(x.dtype, accumulate_dtype, collective),
         root=root,
-        levels=levels,
-        invariant=invariant and set(axes) <= _varying(x),  # without check_vma, types say nothing
-        **static,
+        dst=dst,
+        levels=levels if algorithm == "hierarchical" else None,
+        invariant=invariant and set(over.axes) <= primitive.varying(x),
+        mesh=mesh,
     )
-    return collective_p.bind(x, call=call)
-
-
-def _varying(x: jax.Array) -> frozenset[str]:
-    """The manual mesh axes that the type of ``x`` says it varies over."""
-    return jax.typeof(x).manual_axis_type.varying
+    schedule = program.schedule()  # raises if the algorithm is not defined here
+    if mesh is not None:
+        mesh.check_alive(over.axes, schedule)
+    return program
 
 
 def _accumulate(dtype: np.dtype, asked: DTypeLike | None, collective: str) -> str:
@@ -189,7 +192,7 @@ def _accumulate(dtype: np.dtype, asked: DTypeLike | None, collective: str) -> st
         return "float32" if narrow else dtype.name
     if jnp.promote_types(dtype, asked) != asked:
         raise errors.CollectiveError(
-            f"{collective} of {dtype.name} cannot accumulate in {jnp.dtype(asked).name}, which does not hold every {dtype.name}; "
-            f"use {jnp.promote_types(dtype, asked).name}"
+            f"{collective} of {dtype.name} cannot accumulate in {jnp.dtype(asked).name}, which does not hold every "
+            f"{dtype.name}; use {jnp.promote_types(dtype, asked).name}"
         )
     return jnp.dtype(asked).name

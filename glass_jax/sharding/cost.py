@@ -1,93 +1,63 @@
-"""The cost of a schedule, and the choice of an algorithm.
-
-A step that sends n bytes takes alpha + beta n, and gamma a byte that is added (Thakur, Rabenseifner, Gropp 2005).
-"""
+"""The choice of an algorithm where a program leaves it open: the planner's, among those that compile fast."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator
 
-from glass_jax.sharding import algorithms
-from glass_jax.sharding.schedule import REDUCE, Schedule
+import jax
+
+from glass_jax.sharding import planner
+from glass_jax.sharding import topology as topologies
+from glass_jax.sharding.schedule import Schedule
+from glass_jax.sharding.topology import Topology
 
 MAX_UNROLLED = 64  # steps that are compiled one by one, where each has a permutation of its own
 
+_assumed = jax.make_user_context(default_value="910b")  # part of the trace key, so functions are traced again
 
-@dataclasses.dataclass(frozen=True)
-class Links:
-    """What a message costs.
 
-    Attributes:
-      alpha: seconds before its first byte arrives.
-      beta: seconds a byte. Every rank sends and receives at this rate on each link that a step uses.
-      gamma: seconds to add a byte of it.
-      mesh: the largest number of ranks that all have links to one another.
+@contextlib.contextmanager
+def use_topology(topology: str | Topology) -> Iterator[None]:
+    """A block in which ``algorithm="auto"`` chooses for this machine, see :func:`planner.plan`; outside, for the 910B.
+
+    Jitted functions are traced again. Simulated meshes and devices choose alike, so that they agree bit by bit.
+
+    Raises:
+      CollectiveError: there is no such machine.
     """
-
-    alpha: float
-    beta: float
-    gamma: float
-    mesh: int
+    with _assumed(topologies.get(topology)):
+        yield
 
 
-# One node of 8 Ascend 910B: HCCS, every NPU linked to every other; 196 GB/s and 0.5 us are public profiles of the node's links
-# taken together, 7 of them. Adding is bound by HBM: read twice, written once at 1.6 TB/s.
-NODE_910B = Links(alpha=0.5e-6, beta=1 / 28e9, gamma=3 / 1.6e12, mesh=8)
-
-
-def seconds(schedule: Schedule, nbytes: int, links: Links = NODE_910B) -> float:
-    """Predicted time of a schedule, if every transfer of a step has a link of its own.
-
-    Args:
-      schedule: any.
-      nbytes: bytes of a rank's input.
-      links: the machine.
-    """
-    total, chunk = 0.0, schedule.chunk_size(nbytes)
-    for phase in schedule.phases:
-        largest = max(transfer.count for transfer in phase.transfers) * chunk
-        added = sum(transfer.count for transfer in phase.transfers if transfer.op == REDUCE) * chunk
-        together = phase.repeat if phase.concurrent else 1
-        total += phase.steps * (links.alpha + links.beta * largest + links.gamma * added * together)
-    return total
-
-
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """The algorithm for a collective, and why.
-
-    Attributes:
-      algorithm: the fastest.
-      seconds: predicted time of each algorithm that was considered.
-    """
-
-    algorithm: str
-    seconds: Mapping[str, float]
-
-    def __str__(self) -> str:
-        others = sorted(self.seconds.items(), key=lambda item: item[1])
-        return f"{self.algorithm}: " + ", ".join(f"{name} {time * 1e6:.1f} us" for name, time in others)
-
-
-@functools.lru_cache(maxsize=1024)
-def choose(collective: str, nbytes: int, ranks: int, links: Links = NODE_910B) -> Choice:
-    """The algorithm with the smallest predicted time.
-
-    Left out are the full mesh above ``links.mesh`` ranks, algorithms that are not defined for the number of ranks, and those
-    whose program would grow with it.
+def choose(collective: str, nbytes: int, ranks: int, topology: str | Topology | None = None) -> planner.Plan:
+    """What ``algorithm="auto"`` chooses, ``choose(...).algorithm``, and why: ``print(choose(...))``.
 
     Args:
       collective: one of those in ``algorithms.ALGORITHMS``.
       nbytes: bytes of a rank's input.
       ranks: P.
-      links: the machine.
+      topology: the machine, see :func:`planner.plan`; by default that of :func:`use_topology`.
     """
-    times = {}
-    for algorithm in algorithms.ALGORITHMS[collective]:
-        if algorithm == "mesh" and ranks > links.mesh or algorithm == "pairwise" and ranks > MAX_UNROLLED:
-            continue
-        if algorithms.defined(collective, algorithm, ranks):
-            times[algorithm] = seconds(algorithms.build(collective, algorithm, ranks), nbytes, links)
-    return Choice(min(times, key=times.__getitem__), times)
+    return _choose(collective, nbytes, ranks, topologies.get(topology or _assumed.value))
+
+
+@functools.lru_cache(maxsize=1024)
+def _choose(collective: str, nbytes: int, ranks: int, topology: Topology) -> planner.Plan:
+    whole = nbytes * ranks if collective == "all_gather" else nbytes
+    found = planner.plan(collective, whole, topology, ranks=ranks)
+    long = {row.algorithm for row in found.estimates if _unrolled(row.simulation.schedule) > MAX_UNROLLED}
+    reason = f"each of its steps is compiled by itself, which is for at most {MAX_UNROLLED}"
+    return dataclasses.replace(
+        found,
+        estimates=tuple(row for row in found.estimates if row.algorithm not in long),
+        left_out=found.left_out | dict.fromkeys(sorted(long), reason),
+    )
+
+
+def _unrolled(schedule: Schedule) -> int:
+    """Steps that are compiled one by one."""
+    changing = [phase for phase in schedule.phases if any(transfer.turn for transfer in phase.transfers)]
+    return sum(phase.steps for phase in changing)

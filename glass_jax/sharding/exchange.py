@@ -1,13 +1,14 @@
 """Rows that travel between every two ranks of a mesh axis, where how many is known only on the device.
 
-Shapes are static, so each pair of ranks has places for as many rows as it could ever need. Filling them all and sending them
-would cost the worst case each time. A :class:`Channel` therefore sends its places a few at a time, and stops after the last
-one that any pair of ranks uses: the cost follows the routing, the result never depends on it, and nothing is dropped.
+Shapes are static, so each pair of ranks has places for as many rows as it could ever need. Filling them all and sending
+them would cost the worst case each time. A :class:`Channel` therefore sends its places a few at a time, and stops after
+the last that any two ranks use: the cost follows the routing, the result never depends on it, and nothing is dropped.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,11 @@ from jax import lax
 from glass_jax import errors
 from glass_jax.primitives import axes
 
-SLACK = 1.25  # places that go in one step, over the mean number of rows between two ranks
+SLACK = 1.25  # rows from rank to rank that one step takes, over the mean
+ROWS = 512  # rows from one rank to all that a step takes at least: fewer are not worth a step
+# On CPUs XLA cuts what an all-to-all sends in pieces, one a rank, and keeps the whole beside them. Up to so many ranks
+# the pieces are made one by one: a third less memory. Beyond, the program would grow too long.
+PIECES = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +43,8 @@ class Channel:
     @classmethod
     def create(cls, axis: str, ranks: int, limit: int, mean: float) -> Channel:
         """A channel for up to ``limit`` rows between two ranks, where ``mean`` are expected."""
-        step = max(1, min(limit, int(SLACK * mean) + 1))
+        limit = max(limit, 1)
+        step = min(limit, max(math.ceil(SLACK * mean), ROWS // ranks, 1))
         return cls(axis, ranks, -(-limit // step) * step, step)
 
     @property
@@ -46,78 +52,86 @@ class Channel:
         """The index of no place: one beyond the last."""
         return self.ranks * self.places
 
-    def steps(self, rows: jax.Array) -> jax.Array:
-        """Steps that a longest message of ``rows`` rows takes."""
-        return -(-rows // self.step)
-
     def exchange(self, x: jax.Array) -> jax.Array:
         """Block r of ``x`` ``[P*n, ...]`` goes to rank r; block r of the result came from rank r."""
-        return lax.all_to_all(x, self.axis, 0, 0, tiled=True) if x.size else x
+        return lax.all_to_all(x, self.axis, 0, 0, tiled=True)
 
-    def spread(self, x: jax.Array, rows: jax.Array, steps: jax.Array) -> jax.Array:
+    def spread(self, x: jax.Array, rows: jax.Array, longest: jax.Array) -> jax.Array:
         """Sends rows of ``x``, each where the other side finds it by its place.
 
         Args:
           x: ``[N, ...]``.
           rows: int32 ``[P*places]``, the row of ``x`` that goes to each place of each rank; N: none.
-          steps: int32 ``[]``, steps until the last place in use on any rank; the same on all ranks.
+          longest: int32 ``[1]``, the most places in use between two ranks; the same on all ranks.
 
         Returns:
-          ``[P*places, ...]``: what came, by rank and place; zero where nothing did.
+          ``[P*places, ...]``: what came, by rank and place; anything where nothing was sent.
         """
-        rows = rows.reshape(self.ranks, self.places)
-
-        def received(i: jax.Array | int) -> jax.Array:
-            index = lax.dynamic_slice_in_dim(rows, i * self.step, self.step, axis=1).ravel()
-            return self.exchange(take(x, index)).reshape(self.ranks, self.step, *x.shape[1:])
+        if self.places == self.step:
+            return self._step(x, rows, 0)
 
         def land(i: jax.Array, out: jax.Array) -> jax.Array:
-            return lax.dynamic_update_slice_in_dim(out, received(i), i * self.step, axis=1)
+            came = self._step(x, rows, i).reshape(self.ranks, self.step, *x.shape[1:])
+            return lax.dynamic_update_slice_in_dim(out, came, i * self.step, axis=1)
 
-        out = received(0)
-        if self.places > self.step:
-            rest = jnp.zeros_like(out, shape=(self.ranks, self.places - self.step, *x.shape[1:]))
-            out = lax.fori_loop(1, steps, land, jnp.concatenate([out, rest], axis=1))
-        return out.reshape(self.none, *x.shape[1:])
+        out = _zeros(x, self.ranks, self.places, *x.shape[1:])
+        return lax.fori_loop(0, self._steps(longest), land, out).reshape(self.none, *x.shape[1:])
 
-    def collect(self, y: jax.Array, rows: jax.Array, places: jax.Array, steps: jax.Array) -> jax.Array:
+    def collect(self, y: jax.Array, rows: jax.Array, places: jax.Array, longest: jax.Array) -> jax.Array:
         """Sends rows of ``y`` and keeps those at some places of what comes.
 
         Args:
           y: ``[N, ...]``.
           rows: int32 ``[P*places]``, the row of ``y`` that goes to each place of each rank; N: none.
           places: int32 ``[M]``, the places of what comes that are wanted; ``none``: no place.
-          steps: as in :meth:`spread`.
+          longest: as in :meth:`spread`.
 
         Returns:
           ``[M, ...]``: what came to ``places``; zero for no place.
         """
-        rows = rows.reshape(self.ranks, self.places)
+        if self.places == self.step:  # without the arithmetic below, which XLA would repeat for each feature of a row
+            return take(self._step(y, rows, 0), places)
         rank, place = jnp.divmod(places, self.places)
+        base = rank * self.step + place
 
-        def keep(i: jax.Array | int, kept: jax.Array | None) -> jax.Array:
-            index = lax.dynamic_slice_in_dim(rows, i * self.step, self.step, axis=1).ravel()
-            came = self.exchange(take(y, index))
-            offset = place - i * self.step
-            now = (rank < self.ranks) & (offset >= 0) & (offset < self.step)
-            found = take(came, jnp.where(now, rank * self.step + offset, self.ranks * self.step))
-            return found if kept is None else jnp.where(now.reshape(-1, *[1] * (y.ndim - 1)), found, kept)
+        def keep(i: jax.Array, kept: jax.Array) -> jax.Array:
+            now = (place >= i * self.step) & (place < (i + 1) * self.step) & (rank < self.ranks)
+            came = self._step(y, rows, i).at[base - i * self.step].get(mode="clip")
+            return jnp.where(now.reshape(-1, *[1] * (y.ndim - 1)), came, kept)
 
-        kept = keep(0, None)
-        return lax.fori_loop(1, steps, keep, kept) if self.places > self.step else kept
+        return lax.fori_loop(0, self._steps(longest), keep, _zeros(y, len(places), *y.shape[1:]))
+
+    def _step(self, x: jax.Array, rows: jax.Array, i: jax.Array | int) -> jax.Array:
+        """What comes in step ``i``, ``[P*step, ...]``. Places without a row carry any row: nobody reads them."""
+        if not len(x):
+            x = jnp.pad(x, ((0, 1), *[(0, 0)] * (x.ndim - 1)))  # there has to be a row that nobody reads
+        index = lax.dynamic_slice_in_dim(rows.reshape(self.ranks, self.places), i * self.step, self.step, axis=1)
+        if self.ranks > PIECES:
+            return self.exchange(x.at[index.ravel()].get(mode="clip"))
+        return self.exchange(jnp.concatenate([x.at[index[rank]].get(mode="clip") for rank in range(self.ranks)]))
+
+    def _steps(self, longest: jax.Array) -> jax.Array:
+        return -(-jnp.minimum(longest[0], self.places) // self.step)
+
+
+def _zeros(like: jax.Array, *shape: int) -> jax.Array:
+    """Zeros of ``shape``, which vary over the mesh axes that ``like`` varies over, as the carry of a loop must."""
+    return axes.vary_alike(like, jnp.zeros_like(like, shape=shape))[1]
 
 
 def take(x: jax.Array, index: jax.Array, fill: int = 0) -> jax.Array:
-    """Rows ``index`` of ``x`` ``[N, ...]``, and ``fill`` for an index of N or more; no index is negative."""
-    if not x.shape[0]:
-        return jnp.full_like(x, fill, shape=(*index.shape, *x.shape[1:]))
-    return x.at[index].get(mode="fill", fill_value=fill)
+    """Rows ``index`` of ``x`` ``[N, ...]``, and ``fill`` for index N.
+
+    The filling is one more row of ``x``, not ``mode="fill"``: XLA selects in a pass of its own over the result.
+    """
+    more = jnp.full_like(x, fill, shape=(1, *x.shape[1:]))
+    return jnp.concatenate([x, more]).at[index].get(mode="clip")
 
 
 def inverse(index: jax.Array, size: int) -> jax.Array:
     """Where in ``index`` ``[N]``, whose entries below ``size`` differ, each number is: int32 ``[size]``, N: nowhere."""
     there = jnp.arange(index.size, dtype=jnp.int32)
-    return jnp.full_like(index, index.size, shape=(size,)).at[index].set(there, mode="drop", unique_indices=False)
+    return jnp.full_like(index, index.size, shape=(size,)).at[index].set(there, mode="drop")
 
 
 def positions(keys: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
@@ -150,8 +164,8 @@ def before_each(counts: jax.Array, axis: int = 0) -> jax.Array:
 def own(x: jax.Array, *names: str) -> jax.Array:
     """``x`` as each rank's own value, also where it is the same on all ranks of the axes ``names``.
 
-    Under ``vmap`` JAX exchanges only what depends on the mapped axis; in ``shard_map``, the cast makes the gradient of what is
-    the same everywhere the sum over the ranks.
+    Under ``vmap`` JAX exchanges only what depends on the mapped axis; in ``shard_map``, the cast makes the gradient of
+    what is the same everywhere the sum over the ranks.
     """
     manual = jax.sharding.get_abstract_mesh().manual_axes
     cast = tuple(name for name in names if name in manual and name not in axes.varying(x))

@@ -1,7 +1,7 @@
 """Where the rows of expert parallelism go: computed on the devices, from the choices of the tokens.
 
-A *choice* is a token's choice of an expert, a *row* what the expert's rank computes with for one choice. A token goes to a rank
-once, however many of the rank's experts it chose, and becomes one row for each of them there.
+A *choice* is a token's choice of an expert, a *row* what the expert's rank computes with for one choice. A token goes
+to a rank once, however many of the rank's experts it chose, and becomes one row for each of them there.
 """
 
 from __future__ import annotations
@@ -19,10 +19,6 @@ from glass_jax.sharding import exchange
 from glass_jax.sharding.exchange import Channel
 
 
-def _static() -> Any:
-    return dataclasses.field(metadata={"static": True})
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Relay:
@@ -30,19 +26,17 @@ class Relay:
 
     Attributes:
       tokens: int32 ``[P*places]``, the token that goes to each place of each rank; T: none.
-      places: int32 ``[T, K]``, the place that a choice's token has where the choice goes; ``channel.none``: it does not go.
+      places: int32 ``[T, K]``, the place of a choice's token where the choice goes; ``channel.none``: it goes nowhere.
       first: bool ``[T, K]``, whether a choice is the first of its token that goes to a rank.
-      steps: int32 ``[1]``, steps that the exchange takes.
-      longest: int32 ``[1]``, the most tokens that any rank had for another.
+      longest: int32 ``[1]``, the most tokens that a rank has for another; of all ranks once they agreed on it.
       channel: the exchange.
     """
 
     tokens: jax.Array
     places: jax.Array
     first: jax.Array
-    steps: jax.Array
     longest: jax.Array
-    channel: Channel = _static()
+    channel: Channel = dataclasses.field(metadata={"static": True})
 
     @classmethod
     def create(cls, to: jax.Array, channel: Channel) -> Relay:
@@ -55,12 +49,11 @@ class Relay:
         places = jnp.where(goes, to * channel.places + place, channel.none)
         choices = exchange.inverse(jnp.where(first, places, channel.none).ravel(), channel.none)
         tokens = jnp.where(choices < to.size, choices // to.shape[1], to.shape[0])
-        longest = lax.pmax(jnp.max(counts), channel.axis)[None]
-        return cls(tokens, places, first, channel.steps(jnp.minimum(longest, channel.places)), longest, channel)
+        return cls(tokens, places, first, jnp.max(counts)[None], channel)
 
     def send(self, x: jax.Array) -> jax.Array:
-        """``x`` ``[T, ...]`` where its tokens are needed: ``[P*places, ...]``, zero in places without a token."""
-        return self.channel.spread(x, self.tokens, self.steps[0])
+        """``x`` ``[T, ...]`` where its tokens are needed: ``[P*places, ...]``, anything in places without a token."""
+        return self.channel.spread(x, self.tokens, self.longest)
 
 
 @jax.tree_util.register_dataclass
@@ -68,20 +61,20 @@ class Relay:
 class Handle:
     """What a dispatch found out about the tokens of a rank, for the combine and for further dispatches.
 
-    A pytree whose leaves all have a leading dimension of the rank's own, so that ``out_specs=P(axis)`` takes it out of a
-    ``shard_map`` and ``in_specs=P(axis)`` into another. E experts, P ranks, C rows a rank, R places of the exchange of rows.
+    A pytree whose leaves all have a leading dimension of the rank's own, so that ``out_specs=P(axis)`` takes it out of
+    a ``shard_map`` and ``in_specs=P(axis)`` into another. E experts, P ranks, C rows of a rank, R places for them.
 
     Attributes:
       group_sizes: int32 ``[E/P]``, rows of each of the rank's experts.
       group_starts: int32 ``[E/P]``, where each expert's rows begin among the C.
       row_weights: float32 ``[C]``, the gate's weight of each row, 0 where there is none; differentiable.
       dropped: int32 ``[1]``, choices that this rank left out: beyond the capacity, or of an expert that does not exist.
-      needed: int32 ``[1]``, the capacity that would have held the rows that came to be exchanged; the same on all ranks.
+      needed: int32 ``[1]``, the capacity that holds the rows that came to be exchanged; the same on all ranks.
       row_tokens: int32 ``[C]``, the place among those of ``tokens`` that each row's token came to.
       sent_rows: int32 ``[R]``, the row that goes back to each place; C: none.
       choice_places: int32 ``[T*K]``, the place that each choice's row comes back to; R: none.
       choice_weights: float32 ``[T, K]``.
-      steps: int32 ``[1]``, of the exchange of rows.
+      longest: int32 ``[1]``, the most rows that any rank has for another.
       tokens: the tokens' way to their experts' ranks.
       nodes: of a hierarchical dispatch, the way before that, to the experts' nodes.
       channel: the exchange of rows.
@@ -99,13 +92,13 @@ class Handle:
     sent_rows: jax.Array
     choice_places: jax.Array
     choice_weights: jax.Array
-    steps: jax.Array
+    longest: jax.Array
     tokens: Relay
     nodes: Relay | None
-    channel: Channel = _static()
-    shape: tuple[int, ...] = _static()
-    capacity: int = _static()
-    alignment: int = _static()
+    channel: Channel = dataclasses.field(metadata={"static": True})
+    shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    capacity: int = dataclasses.field(metadata={"static": True})
+    alignment: int = dataclasses.field(metadata={"static": True})
 
     @property
     def axis_names(self) -> tuple[str, ...]:
@@ -124,25 +117,27 @@ class Handle:
 
     @property
     def padded_group_sizes(self) -> jax.Array:
-        """int32 ``[E/P]``, rows of each expert with the padding after them: groups that lie end to end."""
+        """int32 ``[E/P]``, rows of each expert with the padding after them. They lie end to end, unless each expert
+        has a buffer of its own.
+        """
         return round_up(self.group_sizes, self.alignment)
 
     def check(self) -> None:
         """Raises unless every choice reached its expert. For the host, outside of ``jit`` and ``shard_map``.
 
         Raises:
-          HardwareConstraintError: choices were dropped; says how many, and the capacity that suffices.
+          CollectiveError: choices were dropped; says how many, and the capacity that suffices.
         """
         dropped, needed = int(jnp.sum(self.dropped)), int(jnp.max(self.needed))
         if dropped and needed > self.capacity:
-            raise errors.HardwareConstraintError(
-                f"moe_dispatch dropped {dropped} choices of experts: capacity={self.capacity} rows a rank is too little for this "
-                f"routing. capacity={needed} or more would do, capacity=None takes any routing"
+            raise errors.CollectiveError(
+                f"moe_dispatch dropped {dropped} choices of experts: capacity={self.capacity} rows a rank is too "
+                f"little for this routing. capacity={needed} or more would do, capacity=None takes any routing"
             )
         if dropped:
-            raise errors.HardwareConstraintError(
-                f"moe_dispatch dropped {dropped} choices of experts that do not exist: entries of topk_idx must be -1 or in "
-                "0 .. num_experts - 1"
+            raise errors.CollectiveError(
+                f"moe_dispatch dropped {dropped} choices of experts that do not exist: entries of topk_idx must be -1 "
+                "or in 0 .. num_experts - 1"
             )
 
 
@@ -177,7 +172,7 @@ class Limits:
         return exchange.before_each(round_up(sizes, self.alignment))
 
 
-def layout(idx: jax.Array, weights: jax.Array, axis: str, limits: Limits, segments: int = 1) -> Handle:
+def layout(idx: jax.Array, weights: jax.Array, axis: str, limits: Limits, nodes: Relay | None = None) -> Handle:
     """Exchanges what the ranks of ``axis`` have to know before tokens travel.
 
     Args:
@@ -185,13 +180,13 @@ def layout(idx: jax.Array, weights: jax.Array, axis: str, limits: Limits, segmen
       weights: float32 ``[T, K]``.
       axis: name of the axis.
       limits: static sizes.
-      segments: tokens come in so many equal parts, each from another rank of an outer axis. Rows of an expert are in order of
-        the part, then of this axis' rank, then of the token.
+      nodes: the way that tokens came before, over an outer axis. Rows of an expert are in order of the outer axis' rank
+        that they come from, then of this axis' rank, then of the token.
 
     Returns:
-      The handle, which knows of no exchange before this one.
+      The handle.
     """
-    ranks = lax.axis_size(axis)
+    ranks, segments = lax.axis_size(axis), nodes.channel.ranks if nodes else 1
     local = limits.experts // ranks
     most = idx.shape[0] * min(idx.shape[1], local)
     quota = min(limits.capacity // ranks, most)
@@ -204,7 +199,8 @@ def layout(idx: jax.Array, weights: jax.Array, axis: str, limits: Limits, segmen
         idx, to = jnp.where(kept, idx, -1), jnp.where(kept, to, ranks)
     tokens = Relay.create(to, Channel.create(axis, ranks, min(idx.shape[0], quota), limits.mean))
 
-    # A bin is an expert and a segment. What a rank sends to another is in order of the bin, then of the token.
+    # A bin is an expert and a segment, the tokens of one rank of the outer axis. What a rank sends to another is in
+    # order of the bin, then of the token.
     bins = local * segments
     segment = jnp.arange(idx.shape[0], dtype=jnp.int32)[:, None] // max(idx.shape[0] // segments, 1)
     bin_of = jnp.where(idx >= 0, idx * segments + segment, ranks * bins).ravel()
@@ -223,20 +219,23 @@ def layout(idx: jax.Array, weights: jax.Array, axis: str, limits: Limits, segmen
     arrivals = exchange.inverse(rows, math.prod(shape))
     sources = jnp.arange(ranks)[:, None] * tokens.channel.places + came[:, bins + 1 :: 2]
 
-    longest = lax.pmax(jnp.stack([jnp.max(wanted), jnp.max(counts.sum(axis=1))]), axis)
+    longest = [jnp.max(wanted), jnp.max(counts.sum(axis=1)), tokens.longest[0], nodes.longest[0] if nodes else 0]
+    # All ranks agree in one message, those of other nodes too, so that all loops of one exchange end together.
+    longest = lax.pmax(jnp.stack(longest), (nodes.channel.axis, axis) if nodes else axis)
+    needed, rows_longest, tokens_longest, nodes_longest = jnp.split(longest, 4)
     return Handle(
         group_sizes=sizes,
         group_starts=starts,
         row_weights=exchange.take(channel.exchange(exchange.take(weights.ravel(), choices)), arrivals),
         dropped=jnp.maximum(wanted - quota, 0).sum(keepdims=True),
-        needed=longest[:1] * ranks,
+        needed=jnp.maximum(needed * ranks, nodes_longest * segments),
         row_tokens=exchange.take(sources.ravel(), arrivals, fill=tokens.channel.none),
         sent_rows=rows,
         choice_places=choice_places,
         choice_weights=weights,
-        steps=channel.steps(longest[1:]),
-        tokens=tokens,
-        nodes=None,
+        longest=rows_longest,
+        tokens=dataclasses.replace(tokens, longest=tokens_longest),
+        nodes=nodes and dataclasses.replace(nodes, longest=nodes_longest),
         channel=channel,
         shape=shape,
         capacity=limits.capacity,
@@ -271,7 +270,7 @@ def _arrange(
 
 
 def merge_equal(idx: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Choices ``[T, K]`` with each expert once in a token: its first choice takes the sum of its weights, the others go."""
+    """Choices ``[T, K]`` with each expert once in a token: the first takes the sum of the weights, the others go."""
     first = first_equal(idx)
     fresh = (idx >= 0) & (first == jnp.arange(idx.shape[1]))
     shared = [jnp.where(first == first[:, k, None], weights[:, k, None], 0) for k in range(idx.shape[1])]

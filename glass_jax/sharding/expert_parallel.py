@@ -1,13 +1,15 @@
 """Expert parallelism: tokens to the ranks of their experts, and the experts' results back.
 
-Call both functions where each rank has its own tokens and its own experts: inside ``jax.shard_map``, or under ``vmap`` with a
-named axis. With ``rows, handle = moe_dispatch(x, topk_idx, topk_weights, axis_name="x", num_experts=E)``, rank r of P has
-the experts ``r*E/P .. (r+1)*E/P - 1`` and computes
+Call both functions where each rank has its own tokens and its own experts: inside ``jax.shard_map``, or under ``vmap``
+with a named axis. With ``rows, handle = moe_dispatch(x, topk_idx, topk_weights, axis_name="x", num_experts=E)``, rank r
+of P has the experts ``r*E/P .. (r+1)*E/P - 1`` and computes
 
     y = experts(rows, handle.group_sizes)      # [C, H]: groups of rows, one after another
-    out = moe_combine(y, handle)               # [T, H]: for each token, the sum over k of topk_weights[k] * y of expert k
+    out = moe_combine(y, handle)               # [T, H]: for each token, the sum over k of topk_weights[k] * y of expert
+    k
 
-Shapes are static and counts stay on the device. How rows travel is in :mod:`exchange`, where they go in :mod:`expert_layout`.
+Shapes are static and counts stay on the device. How rows travel is in :mod:`exchange`, where they go in
+:mod:`expert_layout`.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from glass_jax import errors
-from glass_jax.sharding import exchange, payload
+from glass_jax.sharding import checks, exchange, payload
 from glass_jax.sharding.exchange import Channel
 from glass_jax.sharding.expert_layout import Handle, Limits, Relay, layout, merge_equal, round_up
 
@@ -42,29 +44,29 @@ def moe_dispatch(
 ) -> tuple[Any, Handle]:
     """Sends each token to the ranks of its experts.
 
-    A token goes to a rank once, and there becomes one row for each expert of the rank that it chose. If it names an expert
-    more than once, that is one choice with the sum of the weights. Rows of one expert are in order of the rank they come from,
-    then of the token; the same call gives the same rows in the same order, bit for bit.
+    A token goes to a rank once, and there becomes one row for each expert of the rank that it chose. If it names an
+    expert more than once, that is one choice with the sum of the weights. Rows of one expert are in order of the rank
+    they come from, then of the token; the same call gives the same rows in the same order, bit for bit.
 
     With two axes ``(node, device)``, of which ranks are numbered in this order, a token goes once to each node, to the
     device there with its sender's number, and from there to its experts. ``rows`` are the same as with one axis.
 
     Args:
       x: ``[T, H]``, a rank's tokens; or a pytree of such arrays, as are the values and scales of quantized tokens.
-      topk_idx: integers ``[T, K]``, the experts that each token chose, -1: none. Ranks with fewer tokens than others fill
-        up with tokens that choose none.
+      topk_idx: integers ``[T, K]``, the experts that each token chose, -1: none. Ranks with fewer tokens than others
+        fill up with tokens that choose none.
       topk_weights: floating point ``[T, K]``, the weights of the choices.
       axis_name: the mesh axis, or two of them.
       num_experts: E, experts on all ranks together, a multiple of the number of ranks P.
-      capacity: rows that a rank has room for. None: room for whatever the tokens may choose, ``P*T*min(K, E/P)`` rows. A
-        smaller one takes ``capacity // P`` rows from each rank (in order of the token, then of k), leaves out the others and
-        counts them in ``handle.dropped``; see :meth:`Handle.check`. Of two axes, a node takes ``capacity // nodes`` tokens
-        from each rank, and a rank ``capacity // devices`` rows from each of its node.
+      capacity: rows that a rank has room for. None: room for whatever the tokens may choose, ``P*T*min(K, E/P)`` rows.
+        A smaller one takes ``capacity // P`` rows from each rank (in order of the token, then of k), leaves out the
+        others and counts them in ``handle.dropped``; see :meth:`Handle.check`. Of two axes, a node takes ``capacity //
+        nodes`` tokens from each rank, and a rank ``capacity // devices`` rows from each of its node.
       alignment: each expert's rows begin at a multiple of it.
-      payload_dtype: what floating-point values travel as. An 8-bit type has a float32 scale for each 128 values of a token.
-        ``rows`` have the dtype of ``x`` all the same. Gradients travel as they are.
-      fixed_buffers: give each expert a buffer of its own that holds every token of every rank (``capacity`` rows, if that is
-        fewer), as a masked grouped product takes it.
+      payload_dtype: what floating-point values travel as. An 8-bit type has a float32 scale for each 128 values of a
+        token. ``rows`` have the dtype of ``x`` all the same. Gradients travel as they are.
+      fixed_buffers: give each expert a buffer of its own that holds every token of every rank (``capacity`` rows, if
+        that is fewer), as a masked grouped product takes it.
 
     Returns:
       rows: ``[C, H]``, zero outside of the groups. C is ``capacity`` with room for the groups' padding; with
@@ -72,15 +74,13 @@ def moe_dispatch(
       handle: sizes and starts of the groups and all that :func:`moe_combine` needs.
 
     Raises:
-      HardwareConstraintError: shapes or dtypes do not fit together; E is no multiple of P; the capacity is less than P.
+      CollectiveError: shapes or dtypes do not fit together; E is no multiple of P; the capacity is less than P.
 
-    Differentiable in ``x`` and ``topk_weights`` (in reverse, any number of times): the gradient of a dispatch is a combine, and
-    that of a combine a dispatch, with the same handle. Float32 sums, in order of k.
+    Differentiable in ``x`` and ``topk_weights`` (in reverse, any number of times): the gradient of a dispatch is a
+    combine, and that of a combine a dispatch, with the same handle. Float32 sums, in order of k.
     """
-    axis_names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
-    sizes = _check(topk_idx, topk_weights, axis_names, num_experts, capacity, alignment)
-    tokens, k = topk_idx.shape
-    ranks = math.prod(sizes)
+    axis_names, sizes = _check(topk_idx, topk_weights, axis_name, num_experts, capacity, alignment)
+    (tokens, k), ranks = topk_idx.shape, math.prod(sizes)
     worst = ranks * tokens * min(k, num_experts // ranks)
     capacity = worst if capacity is None else min(capacity, max(worst, ranks))
     buffer = round_up(min(ranks * tokens, capacity), alignment) if fixed_buffers else None
@@ -111,14 +111,14 @@ def moe_redispatch(x: Any, handle: Handle, *, payload_dtype: DTypeLike | None = 
       ``rows``, as :func:`moe_dispatch` returns them.
 
     Raises:
-      HardwareConstraintError: ``x`` has another number of tokens, or a dtype that cannot travel as ``payload_dtype``.
+      CollectiveError: ``x`` has another number of tokens, or a dtype that cannot travel as ``payload_dtype``.
     """
     dtype = None if payload_dtype is None else jnp.dtype(payload_dtype)
     tokens = handle.token_count
 
     def send(leaf: jax.Array) -> jax.Array:
         if leaf.ndim != 2 or leaf.shape[0] != tokens:
-            raise errors.HardwareConstraintError(f"moe_dispatch: x of shape {leaf.shape} is not [{tokens}, H], a row a token")
+            raise errors.CollectiveError(f"moe_dispatch: x of shape {leaf.shape} is not [{tokens}, H], a row a token")
         if dtype is not None:
             payload.check(leaf.dtype, dtype)
         rows = _dispatch(dtype, exchange.own(leaf, *handle.axis_names), handle)
@@ -131,23 +131,23 @@ def moe_combine(y: jax.Array, handle: Handle, *, weighted: bool = True, bias: ja
     """Brings the experts' results back to their tokens and adds them up.
 
     Args:
-      y: what the experts made of ``rows``, ``[C, H]`` or ``[E/P, C*P/E, H]`` as those were; H is free. Rows outside of the
-        groups are never read.
+      y: what the experts made of ``rows``, ``[C, H]`` or ``[E/P, C*P/E, H]`` as those were; H is free. Rows outside of
+        the groups are never read.
       handle: of the dispatch.
-      weighted: multiply each row by its choice's weight. False: a plain sum over the token's experts, for results that were
-        multiplied before (``handle.row_weights``) or need not be.
+      weighted: multiply each row by its choice's weight. False: a plain sum over the token's experts, for results that
+        were multiplied before (``handle.row_weights``) or need not be.
       bias: ``[H]`` or ``[T, H]``, what the sum begins with.
 
     Returns:
-      ``[T, H]`` in the dtype of ``y``, summed in float32 in order of k: the same bits on any number of ranks. Of two axes, each
-      node sums in this order, and then the nodes' sums in order of their first choice.
+      ``[T, H]`` in the dtype of ``y``, summed in float32 in order of k: the same bits on any number of ranks. Of two
+      axes, each node sums in this order, and then the nodes' sums in order of their first choice.
 
     Raises:
-      HardwareConstraintError: ``y`` is not of the shape of ``rows``.
+      CollectiveError: ``y`` is not of the shape of ``rows``.
     """
     if y.ndim != len(handle.shape) + 1 or y.shape[:-1] != handle.shape:
         expected = ", ".join(map(str, (*handle.shape, "H")))
-        raise errors.HardwareConstraintError(
+        raise errors.CollectiveError(
             f"moe_combine: y of shape {y.shape} is not one row for each that moe_dispatch returned, [{expected}]"
         )
     y, start = exchange.own(y.reshape(-1, y.shape[-1]), *handle.axis_names), None
@@ -183,19 +183,20 @@ _dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
 
 @jax.custom_vjp
 def _combine(y: jax.Array, row_weights: jax.Array | None, start: jax.Array | None, handle: Handle) -> jax.Array:
-    """``start`` (zero if None) and the rows ``y`` ``[C, H]`` of each token, with weights unless they are None: ``[T, H]`` float32.
+    """``start``, or zero, plus each token's rows of ``y`` ``[C, H]``, weighted unless None: ``[T, H]`` float32.
 
-    The weights that are multiplied are those that the tokens' ranks hold; ``row_weights`` are the same numbers where the rows
-    are, and what the derivative is taken by, so that neither rows nor gradients of choices have to be stored or sent again.
+    The weights that are multiplied are those that the tokens' ranks hold; ``row_weights`` are the same numbers where
+    the rows are, and what the derivative is taken by, so that neither rows nor gradients of choices have to be stored
+    or sent again.
     """
-    came = handle.channel.collect(y, handle.sent_rows, handle.choice_places, handle.steps[0])
+    came = handle.channel.collect(y, handle.sent_rows, handle.choice_places, handle.longest)
     weights = None if row_weights is None else handle.choice_weights
     if handle.nodes is None:
         return _sum_of_choices(came, weights, handle.choice_weights.shape, start)
     in_node = _sum_of_choices(came, weights, handle.choice_weights.shape, None)
     nodes = handle.nodes
     places = jnp.where(nodes.first, nodes.places, nodes.channel.none).ravel()
-    came = nodes.channel.collect(in_node, jnp.arange(nodes.channel.none, dtype=jnp.int32), places, nodes.steps[0])
+    came = nodes.channel.collect(in_node, jnp.arange(nodes.channel.none, dtype=jnp.int32), places, nodes.longest)
     return _sum_of_choices(came, None, nodes.places.shape, start)
 
 
@@ -211,8 +212,8 @@ def _combine_bwd(residuals, gradient):
         return rows, None, to_start, None
     rows = rows.astype(jnp.float32)
     to_y = (row_weights[:, None] * rows).astype(y.dtype)
-    # Padding of y may hold anything, even NaN; its gradient's rows are zero.
-    to_weights = jnp.sum(jnp.where(rows == 0, 0, rows * y.astype(jnp.float32)), axis=1)
+    exists = handle.row_tokens < handle.tokens.channel.none  # the padding of y may hold anything, even NaN
+    to_weights = jnp.sum(jnp.where(exists[:, None], rows * y.astype(jnp.float32), 0), axis=1)
     return to_y, to_weights, to_start, None
 
 
@@ -247,40 +248,44 @@ def _layout_of_nodes(
     came_weights = channel.exchange(exchange.take(weights, relay.tokens))
     here = (came_idx >= 0) & (came_idx < per_node)
     came_idx, came_weights = jnp.where(here, came_idx, -1), jnp.where(here, came_weights, 0)
-    handle = layout(came_idx, came_weights, device_axis, dataclasses.replace(limits, experts=per_node), segments=nodes)
+    handle = layout(came_idx, came_weights, device_axis, dataclasses.replace(limits, experts=per_node), relay)
 
     left_out = jnp.sum((idx >= 0) & (relay.places == channel.none), dtype=jnp.int32)
-    needed = lax.pmax(jnp.maximum(handle.needed, relay.longest * nodes), axis_names)
-    return dataclasses.replace(handle, nodes=relay, dropped=handle.dropped + left_out, needed=needed)
+    return dataclasses.replace(handle, dropped=handle.dropped + left_out)
 
 
 def _check(
-    topk_idx: jax.Array, topk_weights: jax.Array, axis_names: tuple[str, ...], num_experts: int, capacity: int | None,
+    topk_idx: jax.Array,
+    topk_weights: jax.Array,
+    axis_name: str | tuple[str, str],
+    num_experts: int,
+    capacity: int | None,
     alignment: int,
-) -> tuple[int, ...]:
-    """The sizes of the axes, if the arguments of a dispatch fit together."""
+) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Names and sizes of the mesh axes, if the arguments of a dispatch fit together; CollectiveError otherwise."""
+
     def require(condition: bool, message: str) -> None:
         if not condition:
-            raise errors.HardwareConstraintError(f"moe_dispatch: {message}")
+            raise errors.CollectiveError(f"moe_dispatch: {message}")
 
     require(
-        topk_idx.ndim == 2 and topk_idx.shape == topk_weights.shape,
-        f"topk_idx of shape {topk_idx.shape} and topk_weights of shape {topk_weights.shape} must be both [T, K]",
+        topk_idx.ndim == 2 and topk_idx.shape[1] > 0 and topk_idx.shape == topk_weights.shape,
+        f"topk_idx of shape {topk_idx.shape} and topk_weights of shape {topk_weights.shape} must both be [T, K], K > 0",
     )
     require(
         jnp.issubdtype(topk_idx.dtype, jnp.integer) and jnp.issubdtype(topk_weights.dtype, jnp.floating),
         f"topk_idx of {topk_idx.dtype} must be integers, topk_weights of {topk_weights.dtype} floating-point",
     )
-    require(len(axis_names) in (1, 2), f"axis_name must name one axis or two (node, device), got {axis_names}")
-    sizes = tuple(lax.axis_size(name) for name in axis_names)
+    require(
+        isinstance(axis_name, str) or len(axis_name) <= 2, f"{axis_name=} must name one axis or two, (node, device)"
+    )
+    axis_names, sizes = checks.axes(axis_name, "moe_dispatch")
     ranks = math.prod(sizes)
     require(
         num_experts > 0 and num_experts % ranks == 0,
         f"{num_experts=} is not a multiple of the {ranks} ranks of {axis_names}; "
         f"take {round_up(max(num_experts, 1), ranks)} and leave the last ones unused",
     )
-    require(
-        capacity is None or capacity >= ranks, f"{capacity=} is less than one row from each of the {ranks} ranks"
-    )
+    require(capacity is None or capacity >= ranks, f"{capacity=} is less than one row from each of the {ranks} ranks")
     require(alignment >= 1, f"{alignment=} must be 1 or more")
-    return sizes
+    return axis_names, sizes

@@ -1,4 +1,4 @@
-"""What travels for a row: the values as they are, in a smaller dtype, or in 8 bits with a scale for every 128 of them."""
+"""What travels for a row: its values as they are, in a smaller dtype, or in 8 bits with a scale for each 128."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ SMALLEST = 1e-4  # what the largest magnitude of a block counts as at least, so 
 
 
 def check(dtype: jnp.dtype, payload: jnp.dtype) -> None:
-    """Raises HardwareConstraintError unless values of ``dtype`` can travel as ``payload``."""
+    """Raises CollectiveError unless values of ``dtype`` can travel as ``payload``."""
     if not (jnp.issubdtype(dtype, jnp.floating) and jnp.issubdtype(payload, jnp.floating)):
-        raise errors.HardwareConstraintError(
+        raise errors.CollectiveError(
             f"moe_dispatch: values of {dtype} cannot travel as {payload}; payload_dtype takes floating-point types only"
         )
 
@@ -24,14 +24,15 @@ def encode(x: jax.Array, dtype: jnp.dtype | None) -> jax.Array:
     """``x`` ``[T, H]`` as it travels.
 
     In 8 bits, a block's scale is its largest magnitude (at least 1e-4) over the largest number of ``dtype`` (448 in
-    float8_e4m3fn), and a row is its values' bytes followed by those of its float32 scales: uint8 ``[T, H + 4*ceil(H/128)]``.
+    float8_e4m3fn), and a row is its values' bytes followed by those of its float32 scales: uint8 ``[T, H +
+    4*ceil(H/128)]``.
     """
     if dtype is None or dtype.itemsize > 1:
         return x if dtype is None else x.astype(dtype)
     values = x.astype(jnp.float32)
     blocks = _blocks(values)
     amax = jnp.maximum(jnp.max(jnp.abs(blocks), axis=2, initial=0), SMALLEST)
-    scales = amax / jnp.finfo(dtype).max.astype(jnp.float32)
+    scales = amax * (1 / float(jnp.finfo(dtype).max))  # XLA makes a product of a quotient by a constant anyway
     quantized = (blocks / scales[:, :, None]).astype(dtype).reshape(len(x), -1)[:, : x.shape[1]]
     parts = [lax.bitcast_convert_type(each, jnp.uint8).reshape(len(x), -1) for each in (quantized, scales)]
     return jnp.concatenate(parts, axis=1)

@@ -18,8 +18,8 @@ class Proof:
 
     Attributes:
       messages: number of messages that were followed.
-      additions: the longest chain of additions that a contribution goes through: the error bound of a sum is this times the
-        unit roundoff.
+      additions: the longest chain of additions that a contribution goes through: the error bound of a sum is this times
+        the unit roundoff.
     """
 
     messages: int
@@ -27,7 +27,7 @@ class Proof:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """A bijection of 64-bit integers that scatters them: the finalizer of splitmix64 (Steele, Lea, Flood, OOPSLA 2014)."""
+    """A bijection of 64-bit integers that scatters them: splitmix64's finalizer (Steele, Lea, Flood, OOPSLA 2014)."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -44,10 +44,10 @@ class _State:
     """Every chunk of every rank: which contributions it is the sum of, and added in which order.
 
     Attributes:
-      total: ``[P, nchunks]`` uint64, the sum of the contributions' symbols, modulo 2**64. It is the expected one if every
-        contribution is in it once and nothing else is; another multiset has the same sum with probability 2**-64.
-      order: ``[P, nchunks]`` uint64, equal for two chunks only if their floating-point values are equal bit by bit: the hash
-        of the tree of additions, in which a + b is b + a.
+      total: ``[P, nchunks]`` uint64, the sum of the contributions' symbols, modulo 2**64. It is the expected one if
+        every contribution is in it once and nothing else is; another multiset has the same sum with probability 2**-64.
+      order: ``[P, nchunks]`` uint64, equal for two chunks only if their floating-point values are equal bit by bit: the
+        hash of the tree of additions, in which a + b is b + a.
       depth: ``[P, nchunks]`` int32, additions on the longest path of that tree.
     """
 
@@ -97,11 +97,15 @@ def _expected(schedule: Schedule) -> np.ndarray:
     raise errors.UnsupportedError(f"there is no proof of a {schedule.collective} schedule")
 
 
+def _name(schedule: Schedule) -> str:
+    return f"{schedule.collective} {schedule.algorithm} on {schedule.ranks} ranks"
+
+
 def _check_chunks(schedule: Schedule, chunks: np.ndarray, what: str) -> None:
     if chunks.size and (chunks.min() < 0 or chunks.max() >= schedule.nchunks):
         raise errors.CollectiveError(
-            f"{schedule.collective} {schedule.algorithm} on {schedule.ranks} ranks: {what} reaches from chunk {chunks.min()} to "
-            f"{chunks.max()}, and there are {schedule.nchunks}"
+            f"{_name(schedule)}: {what} reaches from chunk {chunks.min()} to {chunks.max()}, "
+            f"and there are {schedule.nchunks}"
         )
 
 
@@ -110,14 +114,18 @@ def _endpoints(schedule: Schedule, transfer: Transfer, t: int) -> tuple[np.ndarr
     dst = transfer.destinations(t)
     src = np.flatnonzero(dst >= 0)
     dst = dst[src]
-    where = f"{schedule.collective} {schedule.algorithm} on {schedule.ranks} ranks, repeat {t}"
+    where = f"{_name(schedule)}, repeat {t}"
     if dst.size and dst.max() >= schedule.ranks:
         raise errors.CollectiveError(f"{where}: a message goes to rank {dst.max()}")
     twice = np.flatnonzero(np.bincount(dst, minlength=1) > 1)
     if twice.size:
-        raise errors.CollectiveError(f"{where}: rank {twice[0]} is the destination of ranks {src[dst == twice[0]].tolist()}")
+        raise errors.CollectiveError(
+            f"{where}: rank {twice[0]} is the destination of ranks {src[dst == twice[0]].tolist()}"
+        )
     if transfer.send.count != transfer.recv.count:
-        raise errors.CollectiveError(f"{where}: {transfer.send.count} chunks are sent and {transfer.recv.count} received")
+        raise errors.CollectiveError(
+            f"{where}: {transfer.send.count} chunks are sent and {transfer.recv.count} received"
+        )
     if not transfer.recv.active(t)[dst].all():
         idle = dst[~transfer.recv.active(t)[dst]][0]
         raise errors.CollectiveError(f"{where}: rank {idle} is sent a message while it is idle")
@@ -139,8 +147,8 @@ def _run_phase(schedule: Schedule, phase: Phase, state: _State) -> int:
             if (message.total == 0).any():
                 rank, chunk = np.argwhere(message.total == 0)[0]
                 raise errors.CollectiveError(
-                    f"{schedule.collective} {schedule.algorithm} on {schedule.ranks} ranks, repeat {t}: rank {src[rank]} sends "
-                    f"chunk {sent[rank, chunk]} before it has arrived there"
+                    f"{_name(schedule)}, repeat {t}: rank {src[rank]} sends chunk {sent[rank, chunk]} before it has "
+                    "arrived there"
                 )
             arrivals.append(((dst[:, None], received), message, transfer.op))
             followed += len(src)
@@ -152,10 +160,10 @@ def _run_phase(schedule: Schedule, phase: Phase, state: _State) -> int:
 def proof(schedule: Schedule) -> Proof:
     """Proves that a schedule computes its collective.
 
-    Each rank's chunks are symbols, and every message is followed. At the end each rank's result must consist of exactly the
-    contributions that the collective asks for, each once; where ranks must agree, they must have been added in the same order,
-    so that the ranks end equal bit by bit. In between, no rank may be the destination of two ranks at once, and no chunk may
-    be sent on before it has arrived.
+    Each rank's chunks are symbols, and every message is followed. At the end each rank's result must consist of exactly
+    the contributions that the collective asks for, each once; where ranks must agree, they must have been added in the
+    same order, so that the ranks end equal bit by bit. In between, no rank may be the destination of two ranks at once,
+    and no chunk may be sent on before it has arrived.
 
     Args:
       schedule: of any collective but ``send_recv``, which has nothing to prove; up to 2**26 ranks x chunks.
@@ -169,8 +177,8 @@ def proof(schedule: Schedule) -> Proof:
     """
     if schedule.ranks * schedule.nchunks > MAX_VALUES:
         raise errors.UnsupportedError(
-            f"{schedule.ranks} ranks x {schedule.nchunks} chunks are more than the {MAX_VALUES} values that a proof can follow: "
-            "prove the same algorithm on fewer ranks"
+            f"{schedule.ranks} ranks x {schedule.nchunks} chunks are more than the {MAX_VALUES} values that a proof "
+            "can follow: prove the same algorithm on fewer ranks"
         )
     state = _initial(schedule)
     followed = sum(_run_phase(schedule, phase, state) for phase in schedule.phases)
@@ -178,7 +186,7 @@ def proof(schedule: Schedule) -> Proof:
     wrong = result.total != _expected(schedule)
     if schedule.collective == "reduce":
         wrong[np.arange(schedule.ranks) != schedule.root] = False
-    where = f"{schedule.collective} {schedule.algorithm} on {schedule.ranks} ranks"
+    where = _name(schedule)
     if wrong.any():
         rank, chunk = np.argwhere(wrong)[0]
         raise errors.CollectiveError(

@@ -1,14 +1,15 @@
 """Collectives as data: per step, who sends which chunks to whom, and what the receiver does with them.
 
-A rank's buffer is cut into ``nchunks`` equal chunks. A :class:`Schedule` is a sequence of phases, a :class:`Phase` a step that
-is repeated, a :class:`Transfer` one message a rank in each repeat. Everything that knows about a collective reads this
-description: the program that runs it, the proof that it is right, its cost, its picture. It is a few arrays of one integer a
-rank, also for thousands of ranks.
+A rank's buffer is cut into ``nchunks`` equal chunks. A :class:`Schedule` is a sequence of phases, a :class:`Phase` a
+step that is repeated, a :class:`Transfer` one message a rank in each repeat. Everything that knows about a collective
+reads this description: the program that runs it, the proof that it is right, its cost, its picture. It is a few arrays
+of one integer a rank, also for thousands of ranks.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -28,81 +29,94 @@ def _table(values: Sequence[int] | np.ndarray | int, ranks: int) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Chunks:
-    """Which chunks of its buffer each rank touches in repeat ``t`` of a phase.
+class Span:
+    """Which places along one dimension of the grid of chunks each rank touches in repeat ``t`` of a phase.
 
-    Rank ``r`` touches, for each ``j`` in turn, the ``width`` chunks that begin with chunk
-    ``base[r] + width * ((start[r] + step * t + offsets[j]) mod period)``.
+    Rank ``r`` touches places ``(start[r] + step * t + offsets[j]) mod extent``, for each ``j`` in turn.
 
     Attributes:
-      base: ``[P]`` int32.
+      extent: of the dimension.
       start: ``[P]`` int32.
       step: how far ``start`` moves in a repeat.
-      period: what it moves around in.
-      width: chunks that lie side by side.
-      offsets: ``[n]`` int32.
-      wraps: if False, a rank whose ``start + step * t`` lies outside of ``0 .. period - 1`` is idle in repeat ``t``: a
-        pipeline that fills or drains. Then ``offsets`` is ``[0]``.
+      offsets: ``[n]`` int32, the same for all ranks.
+      wraps: if False, a rank whose ``start + step * t`` lies outside of ``0 .. extent - 1`` is idle in repeat ``t``: a
+        pipeline that fills or drains. Then ``step`` is 1 or -1 and ``offsets`` is ``[0]``.
     """
 
-    base: np.ndarray
+    extent: int
     start: np.ndarray
     step: int = 0
-    period: int = 1
-    width: int = 1
     offsets: np.ndarray = dataclasses.field(default_factory=lambda: _table(0, 1))
     wraps: bool = True
+
+
+def at(extent: int, start: np.ndarray, *, step: int = 0, offsets: Sequence[int] = (0,), wraps: bool = True) -> Span:
+    """One place along a dimension, or several in a fixed pattern, see :class:`Span`."""
+    return Span(extent, _table(start, len(start)), step, _table(offsets, len(offsets)), wraps)
+
+
+def everywhere(extent: int, ranks: int) -> Span:
+    """All places along a dimension, in order."""
+    return Span(extent, _table(0, ranks), 0, _table(np.arange(extent), extent))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Chunks:
+    """Which chunks of its buffer each rank touches in repeat ``t`` of a phase: a box in a grid, or a pattern along a
+    line.
+
+    Attributes:
+      spans: one for each dimension of the grid that the chunks are numbered in, the slowest to vary first.
+      order: the order in which the dimensions of the box are read; None: as they are.
+    """
+
+    spans: tuple[Span, ...]
+    order: tuple[int, ...] | None = None
 
     @property
     def count(self) -> int:
         """Chunks that a rank touches in one repeat."""
-        return self.width * len(self.offsets)
-
-    def groups(self, t: int) -> np.ndarray:
-        """The first chunk of each group of ``width`` that each rank touches in repeat ``t``: ``[P, len(offsets)]``."""
-        turn = self.start[:, None].astype(np.int64) + self.step * t + self.offsets
-        return self.base[:, None] + self.width * (turn % self.period)
+        return math.prod(len(span.offsets) for span in self.spans)
 
     def indices(self, t: int) -> np.ndarray:
-        """The chunks that each rank touches in repeat ``t``, in order: ``[P, count]``."""
-        return (self.groups(t)[:, :, None] + np.arange(self.width)).reshape(len(self.base), self.count)
+        """The chunks that each rank touches in repeat ``t``, in order: int64 ``[P, count]``."""
+        index = np.zeros((len(self.spans[0].start), 1), np.int64)
+        for span in self.spans:
+            places = (span.start[:, None] + span.step * t + span.offsets) % span.extent
+            index = (index[:, :, None] * span.extent + places[:, None, :]).reshape(len(index), -1)
+        if self.order is not None:
+            box = index.reshape(-1, *(len(span.offsets) for span in self.spans))
+            index = box.transpose(0, *(dim + 1 for dim in self.order)).reshape(len(index), -1)
+        return index
+
+    def window(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """The first and the last repeat in which each rank takes part, int64 ``[P]``; None if all do in all repeats."""
+        for span in self.spans:
+            if not span.wraps:
+                start = span.start.astype(np.int64)
+                return (-start, span.extent - 1 - start) if span.step > 0 else (start - span.extent + 1, start)
+        return None
 
     def active(self, t: int) -> np.ndarray:
         """Which ranks take part in repeat ``t``: bool ``[P]``."""
-        turn = self.start.astype(np.int64) + self.step * t
-        return np.ones(len(turn), bool) if self.wraps else (turn >= 0) & (turn < self.period)
+        window = self.window()
+        return np.ones(len(self.spans[0].start), bool) if window is None else (window[0] <= t) & (t <= window[1])
 
     def active_repeats(self, repeat: int) -> np.ndarray:
         """In how many of ``repeat`` repeats each rank takes part: int64 ``[P]``."""
-        if self.wraps:
-            return np.full(len(self.start), repeat)
-        ahead = self.start if self.step > 0 else self.period - 1 - self.start  # steps taken into the window at t = 0
-        return np.clip(np.minimum(ahead + repeat, self.period) - np.maximum(ahead, 0), 0, None).astype(np.int64)
+        if (window := self.window()) is None:
+            return np.full(len(self.spans[0].start), repeat)
+        return np.maximum(np.minimum(window[1], repeat - 1) - np.maximum(window[0], 0) + 1, 0)
 
     def backwards(self, repeat: int) -> Chunks:
         """The same chunks with the ``repeat`` repeats in the opposite order."""
-        return dataclasses.replace(self, start=self.start + self.step * (repeat - 1), step=-self.step)
-
-
-def fixed(ranks: int, base: Sequence[int] | np.ndarray | int = 0, *, width: int = 1) -> Chunks:
-    """``width`` chunks from ``base[r]`` on, the same in every repeat."""
-    return Chunks(_table(base, ranks), _table(0, ranks), width=width)
-
-
-def turning(
-    start: np.ndarray,
-    period: int,
-    *,
-    step: int = 0,
-    base: Sequence[int] | np.ndarray | int = 0,
-    width: int = 1,
-    offsets: Sequence[int] | np.ndarray = (0,),
-    wraps: bool = True,
-) -> Chunks:
-    """Chunks that move around a circle of ``period`` groups, see :class:`Chunks`."""
-    ranks = len(start)
-    offsets = np.asarray(offsets, np.int32)
-    return Chunks(_table(base, ranks), _table(start, ranks), step, period, width, offsets, wraps)
+        spans = (
+            dataclasses.replace(
+                span, start=_table(span.start + span.step * (repeat - 1), len(span.start)), step=-span.step
+            )
+            for span in self.spans
+        )
+        return Chunks(tuple(spans), self.order)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -161,17 +175,27 @@ class Phase:
       repeat: number of repeats.
       reads_start: every repeat sends from the buffer as it was when the phase began.
       concurrent: all repeats travel at the same time, which implies ``reads_start``.
+      along: the number of the span along which the phase gathers, from holding one place along it to holding all; or
+        scatters, if it reduces, from all to one. Each repeat then passes on what the last one brought. In the
+        dimensions before it a rank holds one place throughout, in those after it all, except that each transfer may
+        have its own part of a chunk, the last. None for other phases.
     """
 
     transfers: tuple[Transfer, ...]
     repeat: int = 1
     reads_start: bool = False
     concurrent: bool = False
+    along: int | None = None
 
     @property
     def steps(self) -> int:
         """Steps that take place one after the other."""
         return 1 if self.concurrent else self.repeat
+
+    @property
+    def reduces(self) -> bool:
+        """Whether the messages are added to what is there."""
+        return self.transfers[0].op == REDUCE
 
     def reversed(self) -> Phase:
         """The phase run backwards, see :meth:`Transfer.reversed`."""
@@ -184,8 +208,8 @@ class Schedule:
     """A collective, step by step.
 
     Attributes:
-      collective: ``"all_reduce"``, ``"broadcast"``, ``"reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"`` or
-        ``"send_recv"``.
+      collective: ``"all_reduce"``, ``"broadcast"``, ``"reduce"``, ``"all_gather"``, ``"reduce_scatter"``,
+        ``"all_to_all"`` or ``"send_recv"``.
       algorithm: the name it is known by.
       ranks: P.
       nchunks: chunks in the buffer.
@@ -217,13 +241,13 @@ class Schedule:
 def reverse(phases: Sequence[Phase]) -> tuple[Phase, ...]:
     """Phases of copies run backwards as reductions.
 
-    A schedule that copies chunk c from its owner to every rank becomes the one that adds every rank's chunk c up at the owner,
-    along the same links in the opposite direction: all-gather becomes reduce-scatter, broadcast becomes reduce.
+    A schedule that copies chunk c from its owner to every rank becomes the one that adds every rank's chunk c up at the
+    owner, along the same links in the opposite direction: all-gather becomes reduce-scatter, broadcast becomes reduce.
 
     Raises:
       UnsupportedError: a phase reduces already.
     """
-    if any(transfer.op == REDUCE for phase in phases for transfer in phase.transfers):
+    if any(phase.reduces for phase in phases):
         raise errors.UnsupportedError("only a schedule of copies can be reversed into one of reductions")
     return tuple(phase.reversed() for phase in reversed(phases))
 

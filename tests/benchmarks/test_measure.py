@@ -24,7 +24,7 @@ from benchmarks.measure import Report, Verdict
             False,
             "faster by: 7.00x (promised: at least 8x) NOT MET; old CPU",
         ),
-        (Verdict("extra", 0.05, "s", promise=("at most", 0.1)), True, "extra: 0.05 s (promised: at most 0.1 s) met"),
+        (Verdict("extra", 0.05, "s", promise=("at most", 0.1)), True, "extra: 0.050 s (promised: at most 0.1 s) met"),
         (Verdict("ratio", 2.0), None, "ratio: 2.00x"),
     ],
 )

@@ -97,8 +97,8 @@ def gemm(
 ) -> ir.Program:
     """``out[g] = act(lhs[g] @ rhs + bias)``: persistent over ``cores``, as TileLang's front end writes it.
 
-    lhs is [batch, m, k] ([batch, k, m] if transposed), rhs [k, n] ([n, k]), bias [n]; with ``fused=False`` the K loop holds
-    a statement that keeps it from being run as one product.
+    lhs is [batch, m, k] ([batch, k, m] if transposed), rhs [k, n] ([n, k]), bias [n]; with ``fused=False`` the K loop
+    holds a statement that keeps it from being run as one product.
     """
     bm, bn, bk = tiles
     mt, nt, kt = (-(-size // block) for size, block in ((m, bm), (n, bn), (k, bk)))
@@ -128,7 +128,7 @@ def gemm(
         ir.Gemm(region(a), region(b), region(c), False, True, op("eq", "k", 0)),
     ]
     if not fused:
-        steps.append(ir.Op("ascend_pipe_barrier", ()))
+        steps.append(ir.Op("ascend_pipe_barrier", ("PIPE_ALL",)))
     work = (
         ir.Let(var("g"), op("floordiv", "tile", mt * nt)),
         ir.Let(var("m"), op("mul", op("floormod", op("floordiv", "tile", nt), mt), bm)),

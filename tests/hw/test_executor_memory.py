@@ -106,6 +106,14 @@ def test_gm_to_ub_leaves_the_tail_and_gm_to_l1_fills_it_with_zeros(start, traced
     np.testing.assert_allclose(filled[:, :M], np.nan_to_num(expected)[:, :M].T, rtol=1e-6)
 
 
+def test_the_tail_that_a_copy_leaves_is_that_of_the_iteration_before():
+    x, o, u = gm("x", 12, N), gm("o", 2, M, N), ub("u", M, N)
+    body = copy(region(x, op("mul", "k", M), 0, extents=(M, N)), u), copy(u, region(o, "k", 0, 0, extents=(1, M, N)))
+    data = matrix(12)
+    result = run(program([x, o], [u], loop("k", 2, *body)), data)
+    np.testing.assert_array_equal(result, np.stack([data[:M], np.concatenate([data[M:], data[4:M]])]))
+
+
 def test_beyond_the_end_of_rows_too():
     x, o, u = gm("x", 5, 11), gm("o", M, N), ub("u", M, N)
     p = program(
@@ -187,11 +195,36 @@ def test_copies_and_branches_of_each_unit():
     np.testing.assert_array_equal(run(p, data), expected)
 
 
+def test_what_one_unit_does_leaves_the_other_units_memory():
+    """A loop and a fill that only the first unit executes: the fill does not make the loop's result unneeded."""
+    x, o, u = gm("x", M, N), gm("o", M, N), ub("u", M // 2, N)
+    double = simt(
+        parallel({"i": M // 2, "j": N}, store(u, ("i", "j"), op("mul", const(2.0, "float32"), load(u, "i", "j"))))
+    )
+    first = ir.If(op("eq", "sid", 0), (loop("k", 3, double), ir.Fill(region(u), const(0.0, "float32"))))
+    p = program([x, o], [u], copy(x, u, dual="rows"), first, copy(u, o, dual="rows"), units=2, unit="sid")
+    data = matrix()
+    expected = data.copy()
+    expected[: M // 2] = 0
+    np.testing.assert_array_equal(run(p, data), expected)
+
+
 def test_both_units_writing_one_place():
     o, u = gm("o", 1, N), ub("u", 1, N)
     nest = parallel({"j": N}, store(u, (0, "j"), ir.Cast(var("sid"), "float32")))
     p = program([o], [u], simt(nest), copy(u, o), units=2, unit="sid")
     np.testing.assert_array_equal(run(p), np.ones((1, N)))
+
+
+def test_both_units_writing_global_memory_themselves():
+    o = gm("o", N)
+    p = program(
+        [o], [], simt(parallel({"j": N}, store(o, ("j",), ir.Cast(var("sid"), "float32")))), units=2, unit="sid"
+    )
+    np.testing.assert_array_equal(run(p), np.ones(N))
+    own = store(o, (op("add", op("mul", "sid", N // 2), "j"),), ir.Cast(var("sid"), "float32"))
+    p = program([o], [], simt(parallel({"j": N // 2}, own)), units=2, unit="sid")
+    np.testing.assert_array_equal(run(p), np.repeat([0, 1], N // 2))
 
 
 # --- views ----------------------------------------------------------------------------------------------------------
@@ -277,6 +310,16 @@ def test_guard_of_a_persistent_loop(cores):
     assert "cond[" not in jaxpr and "pad[" not in jaxpr
 
 
+def test_a_guard_does_not_lengthen_its_loop():
+    rows, cores = 7, 3
+    x, o, u = gm("x", rows, N), gm("o", rows, N), ub("u", 1, N)
+    tile = op("add", op("mul", "w", cores), "bx")
+    work = copy(region(x, tile, 0, extents=(1, N)), u), copy(u, region(o, tile, 0, extents=(1, N)))
+    p = program([x, o], [u], loop("w", 2, ir.If(op("lt", tile, rows), work)), blocks=cores)
+    data = matrix(rows)
+    np.testing.assert_array_equal(run(p, data), np.where(np.arange(rows)[:, None] < 2 * cores, data, np.nan))
+
+
 def test_an_accumulator_goes_through_a_loop_and_a_temporary_does_not():
     x, o = gm("x", 4, N), gm("o", 1, N)
     total, row = ub("total", 1, N), ub("row", 1, N)
@@ -328,6 +371,6 @@ def test_dynamic_dimension_is_the_arguments():
 
 
 def test_what_is_not_there_yet_says_so():
-    p = program([gm("x", M, N)], [], ir.Op("vsstb", (), loc="kernel.py:12"))
-    with pytest.raises(UnsupportedError, match=r"kernel\.py:12: .*'vsstb' yet"):
+    p = program([gm("x", M, N)], [], ir.Op("no_such_operation", (), loc="kernel.py:12"))
+    with pytest.raises(UnsupportedError, match=r"kernel\.py:12: .*'no_such_operation' yet"):
         executor.run(p, [], [0])

@@ -51,7 +51,8 @@ NUMPY = {
 }  # fmt: skip
 FLOAT_OPS = ["add", "sub", "mul", "div", "min", "max", "pow", "floordiv", "floormod", "truncmod"]
 INT_OPS = [
-    "add", "sub", "mul", "min", "max", "floordiv", "floormod", "truncdiv", "truncmod", "bitand", "bitor", "bitxor", "shl", "shr"
+    "add", "sub", "mul", "min", "max", "floordiv", "floormod", "truncdiv", "truncmod", "bitand", "bitor", "bitxor",
+    "shl", "shr",
 ]  # fmt: skip
 COMPARISONS = ["eq", "ne", "lt", "le", "gt", "ge"]
 
@@ -233,6 +234,31 @@ def test_iterations_that_meet_at_another_step_of_a_loop_run_in_order():
     np.testing.assert_array_equal(run(p, data), expected)
 
 
+def test_transposing_in_place_runs_in_order():
+    x, o, u = (
+        buffer(name, space, (8, 8), "float32") for name, space in (("x", Space.GM), ("o", Space.GM), ("u", Space.UB))
+    )
+    p = program(
+        [x, o], [u], copy(x, u), simt(parallel({"i": 8, "j": 8}, store(u, ("i", "j"), load(u, "j", "i")))), copy(u, o)
+    )
+    data = np.arange(64, dtype=np.float32).reshape(8, 8)
+    # Above the diagonal each element is replaced by its mirror image, which then finds the replaced one.
+    np.testing.assert_array_equal(run(p, data), np.tril(data) + np.tril(data, -1).T)
+
+
+def test_dependence_through_a_view_runs_in_order():
+    x, o = buffer("x", Space.GM, (COLUMNS,), "float32"), buffer("o", Space.GM, (COLUMNS,), "float32")
+    u, v = (
+        buffer("u", Space.UB, (COLUMNS,), "float32"),
+        buffer("v", Space.UB, (COLUMNS // 4, 4), "float32", storage="u"),
+    )
+    before = op("sub", "i", 1)
+    above = load(v, op("floordiv", before, 4), op("floormod", before, 4))
+    nest = loop("i", COLUMNS - 1, store(u, ("i",), op("add", above, const(1.0, "float32"))), kind="parallel", start=1)
+    p = program([x, o], [u, v], copy(x, u), simt(nest), copy(u, o))
+    np.testing.assert_array_equal(run(p, np.zeros(COLUMNS, np.float32)), np.arange(COLUMNS))
+
+
 def test_last_write_wins():
     o, u = buffer("o", Space.GM, (1,), "float32"), buffer("u", Space.UB, (1,), "float32")
     p = program([o], [u], simt(parallel({"i": 8}, store(u, (0,), ir.Cast(var("i"), "float32")))), copy(u, o))
@@ -260,6 +286,16 @@ def test_scalar_of_each_lane():
     np.testing.assert_allclose(run(p, data), data.astype(np.float64).sum(1), rtol=1e-5)
     # All rows together: one loop over the columns, none over the rows.
     assert equations(p, data).count("scan[") == 1
+
+
+def test_scalar_that_every_lane_adds_to():
+    x, o = buffer("x", Space.GM, (COLUMNS,), "float32"), buffer("o", Space.GM, (1,), "float32")
+    u, v = buffer("u", Space.UB, (COLUMNS,), "float32"), buffer("v", Space.UB, (1,), "float32")
+    s = buffer("s", Space.SCALAR, (1,), "float32")
+    total = parallel({"i": COLUMNS}, store(s, (0,), op("add", load(s, 0), load(u, "i"))))
+    body = copy(x, u), store(s, (0,), const(0.5, "float32")), simt(total, store(v, (0,), load(s, 0))), copy(v, o)
+    data = values("float32", 20)[0]
+    np.testing.assert_allclose(run(program([x, o], [u, v, s], *body), data), [0.5 + data.sum()], rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -315,16 +351,33 @@ def test_conversions(source, target, given, expected):
     np.testing.assert_array_equal(result, np.asarray(expected, np.float64))
 
 
-def test_sixteen_bit_arithmetic_rounds_after_every_operation():
-    x = np.asarray(values("float16", 16))
-    p = elementwise(
-        {"x": "float16"},
-        "float32",
-        lambda a: ir.Cast(
-            op("mul", op("add", load(a, "i", "j"), const(1000.0, "float16")), load(a, "i", "j")), "float32"
-        ),
-    )
-    np.testing.assert_array_equal(run(p, x), ((x + np.float16(1000)) * x).astype(np.float32))
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_sixteen_bit_arithmetic_rounds_after_every_operation(dtype):
+    x = np.asarray(values(dtype, 16))
+
+    def value(a):
+        rounded = op("sub", op("add", load(a, "i", "j"), const(1000.0, dtype)), const(1000.0, dtype))
+        return ir.Cast(op("mul", rounded, load(a, "i", "j")), "float32")
+
+    thousand = np.asarray(1000, x.dtype)
+    expected = ((x + thousand) - thousand) * x
+    np.testing.assert_array_equal(run(elementwise({"x": dtype}, "float32", value), x), expected.astype(np.float32))
+
+
+def test_a_rounding_is_kept_between_two_conversions():
+    x = values("float32", 18)
+    p = elementwise({"x": "float32"}, "float32", lambda a: ir.Cast(ir.Cast(load(a, "i", "j"), "bfloat16"), "float32"))
+    np.testing.assert_array_equal(run(p, x), np.asarray(jnp.asarray(x).astype(jnp.bfloat16)).astype(np.float32))
+
+
+def test_a_copy_in_a_parallel_loop_runs_once_an_iteration():
+    x, o = buffer("x", Space.GM, (ROWS, COLUMNS), "float32"), buffer("o", Space.GM, (ROWS, COLUMNS), "float32")
+    u = buffer("u", Space.UB, (1, COLUMNS), "float32")
+    row = {"extents": (1, COLUMNS)}
+    body = copy(region(x, "i", 0, **row), u), ir.If(op("lt", "i", 4), (copy(u, region(o, "i", 0, **row)),))
+    p = program([x, o], [u], loop("i", ROWS, *body, kind="parallel"))
+    data = values("float32", 19)
+    np.testing.assert_array_equal(run(p, data), np.where(np.arange(ROWS)[:, None] < 4, data, np.nan))
 
 
 def test_unknown_function_names_itself_and_its_line():

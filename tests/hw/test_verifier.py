@@ -8,6 +8,7 @@ from glass_jax import errors
 from glass_jax.hw import chips, memory, printer, verifier
 from glass_jax.hw import program as ir
 from glass_jax.hw.program import Allocation, Space
+from glass_jax.hw.rules import bounds, sync
 
 CHIP = chips.get("950DT")
 ZERO = ir.Const(0, "int32")
@@ -159,24 +160,30 @@ CASES = [
 ]  # fmt: skip
 
 
+def verify(*args):
+    """What the verifier reports, but for memory that nobody wrote: most of these programs are one statement."""
+    return [violation for violation in verifier.verify(*args) if violation.rule != "unwritten-memory"]
+
+
 def rules(violations):
     return [violation.rule for violation in violations]
 
 
 @pytest.mark.parametrize("rule, bad, good", CASES, ids=[f"{case[0]}-{i}" for i, case in enumerate(CASES)])
 def test_rule(rule, bad, good):
-    assert rule in rules(verifier.verify(bad, CHIP))
-    assert rule not in rules(verifier.verify(good, CHIP))
+    assert rule in rules(verify(bad, CHIP))
+    assert rule not in rules(verify(good, CHIP))
 
 
 def test_every_rule_has_a_case():
-    assert {case[0] for case in CASES} | {"address-alignment"} == {rule.id for rule in verifier.RULES}
+    elsewhere = {rule.id for rule in (*sync.RULES, *bounds.RULES)} - {"grid-size"}  # test_sync_rules.py
+    assert {case[0] for case in CASES} | {"address-alignment"} | elsewhere == {rule.id for rule in verifier.RULES}
 
 
 def test_sound_kernels_have_no_violation():
-    assert verifier.verify(product(), CHIP) == []
-    assert verifier.verify(product(spaces=(L0A, L0B, L0C)), CHIP)[0].rule == "copy-path"  # loaded from GM directly
-    assert verifier.verify(load_rows(64), CHIP) == []
+    assert verify(product(), CHIP) == []
+    assert verify(product(spaces=(L0A, L0B, L0C)), CHIP)[0].rule == "copy-path"  # loaded from GM directly
+    assert verify(load_rows(64), CHIP) == []
 
 
 @pytest.mark.parametrize(
@@ -188,7 +195,7 @@ def test_sound_kernels_have_no_violation():
 )  # fmt: skip
 def test_addresses_of_the_memory_map(space, offset, nbytes, versions, misaligned):
     name = {UB: "u", L0A: "a", L0C: "c"}[space]
-    found = verifier.verify(product(), CHIP, [Allocation(name, space, offset, nbytes, versions)])
+    found = verify(product(), CHIP, [Allocation(name, space, offset, nbytes, versions)])
     assert ("address-alignment" in rules(found)) == misaligned
 
 
@@ -199,9 +206,9 @@ def test_the_given_memory_map_is_what_counts():
         Allocation("a", L1, 0, 524288, 1),
         Allocation("b", L1, 0, 524288, 1),
     ]  # one after the other in the same place
-    assert verifier.verify(product(), CHIP, fits) == []
-    assert verifier.verify(product(), CHIP, shared) == []
-    (violation,) = verifier.verify(product(), CHIP, too_many)
+    assert verify(product(), CHIP, fits) == []
+    assert verify(product(), CHIP, shared) == []
+    (violation,) = verify(product(), CHIP, too_many)
     assert violation.rule == "memory-overflow"
     assert "L1 needs 524320 bytes and 950DT has 524288: over by 32" in violation.message
     assert violation.loc == "user.py:7"
@@ -209,40 +216,40 @@ def test_the_given_memory_map_is_what_counts():
 
 def test_chips_differ():
     fp8 = product(dtype="float8_e4m3fn", k=64)
-    assert verifier.verify(fp8, CHIP) == []
-    (violation,) = verifier.verify(fp8, chips.get("910B3"))[:1]
+    assert verify(fp8, CHIP) == []
+    (violation,) = verify(fp8, chips.get("910B3"))[:1]
     assert violation.rule == "gemm-dtype"
     assert str(violation).startswith(
         "user.py:12: [gemm-dtype] A (a) is float8_e4m3fn, which the cube of 910B3 does not take"
     )
     large = product(m=256, n=256)
-    assert "memory-overflow" in rules(verifier.verify(large, chips.get("910B3")))  # L0C is 128 KiB there
+    assert "memory-overflow" in rules(verify(large, chips.get("910B3")))  # L0C is 128 KiB there
     drain = between(L0C, UB)
-    assert verifier.verify(drain, CHIP) == []
-    assert rules(verifier.verify(drain, chips.get("910B3"))) == ["copy-path"]
+    assert verify(drain, CHIP) == []
+    assert rules(verify(drain, chips.get("910B3"))) == ["copy-path"]
 
 
 def test_each_vector_unit_moves_its_half_of_a_dual_copy():
     ub, gm = buffer("u", UB, (64, 24)), buffer("x", GM, (128, 1000))
     region = whole(gm, extents=(128, 24))
-    assert rules(verifier.verify(transfer(ub, gm, None, region, dual="rows"), CHIP)) == ["copy-rows"]
+    assert rules(verify(transfer(ub, gm, None, region, dual="rows"), CHIP)) == ["copy-rows"]
     ub = buffer("u", UB, (64, 32))
-    assert verifier.verify(transfer(ub, gm, None, whole(gm, extents=(64, 64)), dual="columns"), CHIP) == []
+    assert verify(transfer(ub, gm, None, whole(gm, extents=(64, 64)), dual="columns"), CHIP) == []
 
 
 def test_threads_may_copy_what_a_pipe_may_not():
     odd = load_rows(33)
     inside = dataclasses.replace(odd, body=(ir.Simt((ir.Var("tx"),), (32,), odd.body),))
-    assert rules(verifier.verify(odd, CHIP)) == ["copy-rows"]
-    assert verifier.verify(inside, CHIP) == []
+    assert rules(verify(odd, CHIP)) == ["copy-rows"]
+    assert verify(inside, CHIP) == []
     to_registers = transfer(
         buffer("u", UB, (64,)), buffer("f", Space.FRAGMENT, (4,)), ir.Region("u", (times(4),), (4,))
     )
-    assert verifier.verify(to_registers, CHIP) == []
+    assert verify(to_registers, CHIP) == []
 
 
 def test_contiguous_rows_are_one_row():
-    assert verifier.verify(transfer(buffer("x", GM, (64, 33)), buffer("u", UB, (64, 33))), CHIP) == []
+    assert verify(transfer(buffer("x", GM, (64, 33)), buffer("u", UB, (64, 33))), CHIP) == []
 
 
 def test_what_is_known_only_at_run_time_is_not_judged():
@@ -250,9 +257,9 @@ def test_what_is_known_only_at_run_time_is_not_judged():
     gm, ub = buffer("x", GM, (rows, 64)), buffer("u", UB, (64, 64))
     loaded = ir.Load("x", (ZERO, ZERO), "int32")
     copy = ir.Copy(whole(gm, extents=(64, 64)), ir.Region("u", (loaded, ZERO), (64, 64)))
-    assert verifier.verify(program((gm, ub), (copy,)), CHIP) == []
-    assert verifier.verify(all_cores_wait(rows), CHIP) == []
-    assert verifier.verify(all_cores_wait(1000, mode=2), CHIP) == []
+    assert verify(program((gm, ub), (copy,)), CHIP) == []
+    assert verify(all_cores_wait(rows), CHIP) == []
+    assert verify(all_cores_wait(1000, mode=1), CHIP) == []
 
 
 def test_memory_check_raises_with_the_memory_map():

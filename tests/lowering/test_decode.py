@@ -234,22 +234,10 @@ def test_hints_are_kept_as_operations():
 
 def test_what_has_no_form_raises_with_its_place():
     @T.prim_func
-    def random(y: T.Tensor((128,), "float32")):
-        with T.Kernel(1), T.SimtVF(threads=128):
-            T.rng_init(7)
-            for i in T.Parallel(128):
-                y[i] = T.rng_rand_float()
-
-    with pytest.raises(errors.UnsupportedError, match=r"test_decode\.py:\d+: the operation tl\.rng_init"):
-        decode(random)
-
-
-def test_a_scalar_parameter_raises():
-    @T.prim_func
-    def scaled(x: T.Tensor((16,), "float32"), factor: T.float32):
+    def swizzled(x: T.Tensor((8, 16), "float32")):
         with T.Kernel(1):
-            tile = T.alloc_shared((16,), "float32")
-            T.copy(x, tile)
+            tile = T.alloc_shared((8, 16), "float32")
+            T.copy(x, tile, annotations={"swizzle": 3})
 
-    with pytest.raises(errors.UnsupportedError, match="parameter factor is a scalar"):
-        decode(scaled)
+    with pytest.raises(errors.UnsupportedError, match=r"test_decode\.py:\d+: a copy with swizzle=3"):
+        decode(swizzled)

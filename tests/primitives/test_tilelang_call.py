@@ -115,3 +115,46 @@ def test_lowers_for_ascend_as_a_typed_ffi_call():
     assert 'entry = "scale_add' in call
     assert "f32[256]" in call
     assert "f16[256]" in call
+
+
+def test_operands_that_the_kernel_updates():
+    import tilelang.ascend.language as T
+
+    @T.prim_func
+    def accumulate(x: T.Tensor((64, 32), "float32"), total: T.Tensor((32, 32), "float32")):
+        with T.Kernel(2) as bx:
+            tile = T.alloc_shared((32, 32), "float32")
+            T.copy(x[bx * 32, 0], tile)
+            T.set_atomic("add", "float32")
+            T.copy(tile, total)
+            T.set_atomic_none()
+
+    out = jax.ShapeDtypeStruct((32, 32), jnp.float32)
+    f = glass.tilelang_call(accumulate, out_shape=out, update_idx=[1])
+    x, start = jnp.arange(64 * 32, dtype=jnp.float32).reshape(64, 32), jnp.ones((32, 32))
+    np.testing.assert_array_equal(jax.jit(f)(x, start), 1 + x[:32] + x[32:])
+    with pytest.raises(glass.errors.HardwareConstraintError, match="update_idx"):
+        glass.tilelang_call(accumulate, out_shape=out, update_idx=[0])
+
+
+def test_dynamic_shapes_and_scalars():
+    import tilelang.ascend.language as T
+
+    rows = T.dynamic("rows")
+
+    @T.prim_func
+    def scale(x: T.Tensor((rows, 32), "float32"), factor: T.float32, y: T.Tensor((rows, 32), "float32")):
+        with T.Kernel(T.ceildiv(rows, 16)) as bx:
+            tile = T.alloc_shared((16, 32), "float32")
+            T.copy(x[bx * 16, 0], tile)
+            with T.SimtVF(threads=128):
+                for i, j in T.Parallel(16, 32):
+                    tile[i, j] = tile[i, j] * factor
+            T.copy(tile, y[bx * 16, 0])
+
+    for size in (16, 40):
+        f = glass.tilelang_call(scale, out_shape=jax.ShapeDtypeStruct((size, 32), jnp.float32))
+        x = jnp.arange(size * 32, dtype=jnp.float32).reshape(size, 32)
+        np.testing.assert_array_equal(jax.jit(f)(x, 0.5), x / 2)
+        with pytest.raises(glass.errors.HardwareConstraintError, match=r"parameter x is float32\[\?, 32\]"):
+            f(x[:, :16], 0.5)

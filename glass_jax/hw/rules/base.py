@@ -8,6 +8,7 @@ import math
 import types
 from collections.abc import Callable, Iterator, Sequence
 
+from glass_jax.hw import intervals, ordering
 from glass_jax.hw import memory as mem
 from glass_jax.hw import program as ir
 from glass_jax.hw.chips import Chip
@@ -40,16 +41,45 @@ class Violation:
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """What a rule looks at: a program, the chip it is to run on, and its memory map."""
+    """What a rule looks at: a program, its chip, its memory map, and the flags in the code generated from it."""
 
     program: ir.Program
     chip: Chip
     memory: Sequence[Allocation]
+    flags: ir.Program | None = None
 
     @functools.cached_property
     def statements(self) -> tuple[ir.Stmt, ...]:
         """Every statement, in program order."""
         return tuple(ir.walk(self.program.body))
+
+    @functools.cached_property
+    def outcome(self) -> ordering.Outcome:
+        """What came of simulating a kernel that synchronizes itself, pipe by pipe."""
+        return ordering.check(self.program, self.memory)
+
+    @functools.cached_property
+    def loops(self) -> frozenset[str]:
+        """Variables of loops whose extents are known: they take every value of their range."""
+        fors = (loop for loop in self.of(ir.For) if isinstance(loop.start, ir.Const))
+        return frozenset(loop.var.name for loop in fors if mem.static(loop.extent) is not None)
+
+    @functools.cached_property
+    def ranges(self) -> dict[str, intervals.Interval]:
+        """The smallest and the largest value of each variable of which they are known."""
+        blocks, unit = mem.static(self.program.blocks), self.program.unit
+        found = {} if blocks is None else {self.program.block.name: (0, blocks - 1)}
+        found |= {} if unit is None else {unit.name: (0, self.program.units - 1)}
+        for stmt in self.statements:
+            if isinstance(stmt, ir.Simt):
+                found |= {var.name: (0, n - 1) for var, n in zip(stmt.threads, stmt.extents, strict=True)}
+            elif isinstance(stmt, ir.For):
+                start, extent = (intervals.bounds(expr, found) for expr in (stmt.start, stmt.extent))
+                if start is not None and extent is not None:
+                    found[stmt.var.name] = (start[0], start[1] + extent[1] - 1)
+            elif isinstance(stmt, ir.Let) and (known := intervals.bounds(stmt.value, found)) is not None:
+                found[stmt.var.name] = known
+        return found
 
     @functools.cached_property
     def _definitions(self) -> dict[str, ir.Stmt]:
@@ -104,7 +134,7 @@ class Rule:
     """One limit of the hardware.
 
     Attributes:
-      id: its name, in reports and in ``docs/cli.md``.
+      id: its name, in reports and in ``docs/verification.md``.
       hardware: what the hardware does with a kernel that breaks it.
       check: yields its findings in a subject.
     """

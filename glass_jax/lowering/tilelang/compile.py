@@ -12,7 +12,7 @@ from tvm import tirx
 from glass_jax import errors
 from glass_jax.hw import program as ir
 from glass_jax.lowering import artifact
-from glass_jax.lowering.tilelang import memory
+from glass_jax.lowering.tilelang import flags, memory
 from glass_jax.lowering.tilelang.decode import Decoder
 
 _SIGNATURE = re.compile(r"__global__[^{;]*?\b(?P<entry>\w+)\((?P<params>[^)]*)\)\s*\{")
@@ -35,7 +35,7 @@ def compile(  # noqa: A001
       GlassError: TileLang refused the kernel; the message says why, and where the kernel is.
     """
     func = kernel.build(chip).with_attr("global_symbol", kernel.name)
-    decoder = Decoder(func)
+    decoder = Decoder(func, dict(kernel.pass_configs))
     program = decoder.program()
     compiled, kept = _lower(func, kernel, decoder.where)
     device = memory.device_function(compiled.device_mod)
@@ -46,12 +46,13 @@ def compile(  # noqa: A001
         entry=str(device.attrs["global_symbol"]),
         arguments=_arguments(program, kernel.outputs),
         launch_order=_launch_order(compiled.kernel_source, program),
-        block_dim=int(device.attrs["thread_extent"]["blockIdx.x"]),
+        block_dim=program.blocks if isinstance(program.blocks, int) else None,
         dynamic_ub_bytes=int(device.attrs.get("dyn_shared_memory_buf", 0)),
         workspace_bytes=0,  # scratch in GM would be a buffer that the kernel allocates there, which is not decoded
         arch=arch,
         memory=memory.allocations(kept, decoder.storages),
         versions=versions,
+        flags=flags.skeleton(device),
     )
 
 
@@ -69,6 +70,10 @@ def _lower(func: tirx.PrimFunc, kernel: artifact.Kernel, where: str) -> tuple[An
 def _reason(error: Exception) -> str:
     """The message of a TileLang error without the trace that it carries."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    places = [number for number, line in enumerate(lines) if line.startswith("-->")]
+    if places and places[0]:  # the message, its place, and the line of source
+        place = lines[places[0]].removeprefix("-->").strip()
+        return f"{'; '.join(lines[max(places[0] - 3, 0) : places[0]])} ({place})"
     return lines[-1] if lines else type(error).__name__
 
 
@@ -76,11 +81,8 @@ def _arguments(program: ir.Program, outputs: tuple[int, ...]) -> tuple[artifact.
     arguments = []
     for position, name in enumerate(program.params):
         buffer = program.buffers[name]
-        if not all(isinstance(size, int) for size in buffer.shape):
-            raise errors.UnsupportedError(
-                f"kernel {program.name}: the shape of {name} is dynamic; build the kernel for one shape"
-            )
-        arguments.append(artifact.Argument(name, buffer.shape, buffer.dtype, position in outputs))
+        shape = tuple(size if isinstance(size, int) else None for size in buffer.shape)
+        arguments.append(artifact.Argument(name, shape, buffer.dtype, position in outputs))
     if not outputs or not all(0 <= position < len(arguments) for position in outputs):
         raise errors.HardwareConstraintError(
             f"kernel {program.name}: outputs {outputs} are not positions among its {len(arguments)} parameters"
@@ -88,12 +90,11 @@ def _arguments(program: ir.Program, outputs: tuple[int, ...]) -> tuple[artifact.
     return tuple(arguments)
 
 
-def _launch_order(source: str, program: ir.Program) -> tuple[int, ...]:
+def _launch_order(source: str, program: ir.Program) -> tuple[int, ...] | None:
     """Positions of the generated function's parameters, which are sorted by name, among those of the kernel."""
     signature = _SIGNATURE.search(source)
     names = [param.split()[-1].lstrip("*") for param in signature["params"].split(",") if param.strip()]
-    if unknown := set(names) - set(program.params):
-        raise errors.UnsupportedError(
-            f"kernel {program.name}: it takes {', '.join(sorted(unknown))}, which are not tensors"
-        )
+    scalars = [name for name in program.params if not program.buffers[name].shape]
+    if scalars or set(names) - set(program.params):
+        return None
     return tuple(program.params.index(name) for name in names)

@@ -6,33 +6,22 @@ What is not understood raises, naming the operation and the kernel's line: a Pro
 from __future__ import annotations
 
 import contextlib
-import math
-import pathlib
+import dataclasses
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import tilelang
 from tilelang import ir as tl_ir
 from tvm import tirx
 
 from glass_jax import errors
 from glass_jax.hw import program as ir
-from glass_jax.hw.memory import ON_CHIP
-from glass_jax.lowering.tilelang import expressions, operations
-from glass_jax.lowering.tilelang.expressions import op_name, short
-
-_SPACES = {
-    "global": ir.Space.GM,
-    "shared.l1": ir.Space.L1,
-    "shared.l0a": ir.Space.L0A,
-    "shared.l0b": ir.Space.L0B,
-    "shared.l0c": ir.Space.L0C,
-    "shared.dyn": ir.Space.UB,
-    "shared": ir.Space.UB,
-    "local.fragment": ir.Space.FRAGMENT,
-    "local.reducer": ir.Space.REDUCER,
-    "local.var": ir.Space.SCALAR,
-}
+from glass_jax.lowering.tilelang import breaks, layouts, operations, simd
+from glass_jax.lowering.tilelang.modes import Modes
+from glass_jax.lowering.tilelang.names import op_name, short
+from glass_jax.lowering.tilelang.places import is_assertion, place
+from glass_jax.lowering.tilelang.pointers import Pointers
+from glass_jax.lowering.tilelang.scope import Scope
 
 _LOOP_KINDS = {
     tirx.ForKind.SERIAL: "serial",
@@ -41,9 +30,11 @@ _LOOP_KINDS = {
     tirx.ForKind.UNROLLED: "unrolled",
 }
 
-# Annotations of a block that say how to schedule it, not what it computes. ``layout_map`` is read apart.
+# Annotations of a block: those that say what it computes, and those that say how to schedule it.
+_BLOCK_MEANINGS = {"layout_map", "reducer_info", "reducer_info_v2", "tl.l0_sf_bindings"}
 _BLOCK_HINTS = {
-    "layout_map",
+    "tl.simd_pointer_dtypes",
+    "tl.vf_latency",
     "vector_count",
     "tl.buffer_versions_map",
     "tl.buffer_version_mode",
@@ -51,180 +42,109 @@ _BLOCK_HINTS = {
     "tl.unlimit_memory_scopes",
     "tl.vf_source_index",
 }
-_ATTRIBUTE_HINTS = {"tl.ascend_stage": "stage", "tl.ascend_task": "task"}
+_SECTIONS = {"CUBE": "cube", "VECTOR": "vector"}
+_ATTRIBUTE_HINTS = {"tl.ascend_stage": "stage", "tl.ascend_task": "task", "tl.ascend_per_core_task": "per_core_task"}
 
-_PACKAGE = pathlib.Path(__file__).parents[3]  # the folder that holds glass_jax
-_TILELANG = pathlib.Path(tilelang.__file__).parent
+AUTO_SCHEDULE = "tl.enable_auto_schedule"  # the option of TileLang's passes that inserts all synchronization; it is on
 
 
-def decode(func: tirx.PrimFunc) -> ir.Program:
+def decode(func: tirx.PrimFunc, pass_configs: Mapping[str, Any] = types.MappingProxyType({})) -> ir.Program:
     """``func``, as TileLang's front end makes it and before any lowering, as a Program.
 
     Variables and buffers get names that are unique in the program. Scalars that ``T.Persistent`` binds before the loop
     that defines them become Lets at the start of its body. A view is a buffer whose ``storage`` is that of the buffer
-    it views.
+    it views. ``pass_configs`` are the options of TileLang's passes that it is to be compiled with.
 
     Raises:
       UnsupportedError: the kernel uses something that has no form in a Program, with the place in its source.
     """
-    return Decoder(func).program()
+    return Decoder(func, pass_configs).program()
 
 
-class Decoder:
+def is_split(func: tirx.PrimFunc) -> bool:
+    """Whether ``func`` is split by hand into parts for the cube and for the vector units."""
+    found = []
+
+    def visit(node: Any) -> None:
+        if isinstance(node, tirx.SBlock) and node.name_hint in _SECTIONS:
+            found.append(node)
+
+    tirx.stmt_functor.post_order_visit(func.body, visit)
+    return bool(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Launch:
+    """One grid of a kernel: its index and size, its statements, its vector units' index, the buffers it allocates."""
+
+    block: ir.Var
+    blocks: int | ir.Expr
+    body: tuple[ir.Stmt, ...]
+    unit: tuple[ir.Var, int] | None
+    buffers: list[ir.Buffer]
+
+
+class Decoder(Scope):
     """The state of decoding one kernel. :meth:`program` may be called once."""
 
-    def __init__(self, func: tirx.PrimFunc):
-        self._func = func
-        self._name = str(func.attrs["global_symbol"])
-        self.loc: str | None = _place(tl_ir.get_prim_func_span(func))
-        self._taken: set[str] = set()
-        self._variables: dict[tirx.Var, ir.Var] = {}
-        self._buffers: dict[tirx.Buffer, str] = {}
-        self._storages: dict[tirx.Var, str] = {}
-        self._declared: dict[str, ir.Buffer] = {}
+    def __init__(self, func: tirx.PrimFunc, pass_configs: Mapping[str, Any] = types.MappingProxyType({})):
+        super().__init__(func)
+        self._manual = pass_configs.get(AUTO_SCHEDULE) is False
+        self._scalars: list[ir.Let] = []  # the parameters that are scalars
         self._unbound: list[tuple[tirx.Var, Any, str | None]] = []
-        self._nz: set[tirx.Var] = set()
-        self.pad: ir.Expr | None = None  # what the pad register holds
-        self._block: tuple[ir.Var, int | ir.Expr] | None = None
+        self._launches: list[_Launch] = []
         self._unit: tuple[ir.Var, int] | None = None
+        self.modes = Modes()
+        self.pointers = Pointers()
+        self.reducers: dict[tirx.Var, str] = {}  # how the buffers that are reducers combine values
 
     # --- the whole kernel ---
 
     def program(self) -> ir.Program:
         """The kernel as a Program."""
         source = (self.loc or "").rpartition(":")[0] or None
-        params = tuple(self._declare(self._parameter(param)) for param in self._func.params)
-        body = self.statements(self._func.body)
-        if self._block is None:
+        self._bind_dimensions()
+        params = tuple(self._parameter(param) for param in self._func.params)
+        outside = self.statements(self._func.body)
+        if not self._launches:
             raise errors.UnsupportedError(f"{self.where}: kernel {self._name} has no T.Kernel grid")
         if self._unbound:
             raise errors.UnsupportedError(f"{self.where}: {self._unbound[0][0].name} uses variables that nothing binds")
-        unit, units = self._unit or (None, 2 if _is_mixed(body, self._declared) else 1)
-        block, blocks = self._block
-        return ir.Program(self._name, params, self._declared, block, blocks, body, unit, units, source)
-
-    def _parameter(self, param: tirx.Var) -> tirx.Buffer:
-        if param not in self._func.buffer_map:
-            raise errors.UnsupportedError(
-                f"{self.where}: parameter {param.name} is a scalar; pass it as a tensor of one element"
+        program = None
+        for launch in reversed(self._launches):
+            unit, units = launch.unit or (None, 2 if _is_mixed(launch.body, launch.buffers) else 1)
+            body = (*self._scalars, *outside, *launch.body)
+            manual = self._manual or any(isinstance(stmt, ir.Section) for stmt in ir.walk(body))
+            program = ir.Program(
+                self._name,
+                params,
+                self._declared,
+                launch.block,
+                launch.blocks,
+                body,
+                unit,
+                units,
+                source,
+                next=program,
+                manual=manual,
             )
-        return self._func.buffer_map[param]
+        return program
 
-    @property
-    def where(self) -> str:
-        """The place in the kernel's source that is being decoded, for messages: ``loc``, or the kernel's name."""
-        return self.loc or f"kernel {self._name}"
+    def _bind_dimensions(self) -> None:
+        """Makes the variables known that stand for dimensions and strides of the parameters."""
+        for buffer in self._func.buffer_map.values():
+            for extent in (*buffer.shape, *buffer.strides):
+                for var in self._free_in(extent):
+                    self.bind(var)
 
-    @property
-    def storages(self) -> dict[str, list[str]]:
-        """The program's names of the on-chip memory that the compiler knows by one name, in order of allocation."""
-        names: dict[str, list[str]] = {}
-        for data, storage in self._storages.items():
-            if self._declared[storage].space in ON_CHIP:
-                names.setdefault(data.name, []).append(storage)
-        return names
-
-    # --- names ---
-
-    def _unique(self, name: str) -> str:
-        candidate, count = name, 0
-        while candidate in self._taken:
-            count += 1
-            candidate = f"{name}_{count}"
-        self._taken.add(candidate)
-        return candidate
-
-    def bind(self, var: tirx.Var) -> ir.Var:
-        """Makes ``var`` known."""
-        self._variables[var] = ir.Var(self._unique(var.name), str(var.dtype))
-        return self._variables[var]
-
-    def variable(self, var: tirx.Var) -> ir.Var:
-        """The variable that ``var`` is."""
-        if var not in self._variables:
-            raise errors.UnsupportedError(f"{self.where}: {var.name} has no value here that a Program can name")
-        return self._variables[var]
-
-    def buffer(self, buffer: tirx.Buffer) -> str:
-        """The name of ``buffer``; one not seen before is a view of the buffer whose memory it has."""
-        if buffer not in self._buffers:
-            if buffer.data not in self._storages:
-                raise errors.UnsupportedError(f"{self.where}: buffer {buffer.name} is not allocated in this kernel")
-            self._declare(buffer)
-        return self._buffers[buffer]
-
-    def _declare(self, buffer: tirx.Buffer) -> str:
-        space = _SPACES.get(buffer.scope())
-        if space is None or (
-            space is ir.Space.GM and not any(buffer.same_as(b) for b in self._func.buffer_map.values())
-        ):
-            raise errors.UnsupportedError(
-                f"{self.where}: buffer {buffer.name} in memory {buffer.scope()!r} is not decoded"
-            )
-        if not isinstance(buffer.elem_offset, tirx.IntImm) or buffer.elem_offset.value:
-            raise errors.UnsupportedError(
-                f"{self.where}: buffer {buffer.name} starts at an offset, which is not decoded"
-            )
-        name = self._unique(buffer.name)
-        shape = tuple(self.extent(size) for size in buffer.shape)
-        strides = tuple(self.extent(size) for size in buffer.strides)
-        loc = _place(tl_ir.get_buffer_span(buffer)) or self.loc
-        self._buffers[buffer] = name
-        self._declared[name] = ir.Buffer(
-            name,
-            space,
-            shape,
-            str(buffer.dtype),
-            self._storages.setdefault(buffer.data, name),
-            "nz" if buffer.data in self._nz else None,
-            None if strides in ((), _row_major(shape)) else strides,
-            loc,
-        )
+    def _parameter(self, param: tirx.Var) -> str:
+        if param in self._func.buffer_map:
+            return self._declare(self._func.buffer_map[param])
+        # A scalar: one element in GM, read before anything else.
+        name, dtype = self._unique(param.name), str(param.dtype)
+        self._declared[name] = ir.Buffer(name, ir.Space.GM, (), dtype, name, loc=self.loc)
+        self._scalars.append(ir.Let(self.bind(param), ir.Load(name, (), dtype), self.loc))
         return name
-
-    # --- expressions and regions ---
-
-    def expr(self, expr: Any) -> ir.Expr:
-        """``expr`` as an expression of the program."""
-        return expressions.decode(self, expr)
-
-    def extent(self, expr: Any) -> int | ir.Expr:
-        """``expr`` as an int where it is one."""
-        value = self.expr(expr)
-        return value.value if isinstance(value, ir.Const) else value
-
-    def region(self, call: Any) -> ir.Region:
-        """The access region that the call ``tl.region(buffer[starts], access, *extents)`` stands for."""
-        if not isinstance(call, tirx.Call) or short(op_name(call)) != "region":
-            raise errors.UnsupportedError(f"{self.where}: expected a region of a buffer, found {call}")
-        load, _, *extents = call.args
-        starts = tuple(self.expr(index) for index in load.indices)
-        return ir.Region(self.buffer(load.buffer), starts, tuple(self.extent(size) for size in extents))
-
-    def argument(self, arg: Any) -> ir.Expr | ir.Region | str:
-        """An argument of an operation: a region, a string, or an expression."""
-        if isinstance(arg, tirx.StringImm):
-            return str(arg.value)
-        if isinstance(arg, tirx.Call) and short(op_name(arg)) == "region":
-            return self.region(arg)
-        if isinstance(arg, tirx.Var) and arg in self._storages:
-            return self._storages[arg]
-        return self.expr(arg)
-
-    def attributes(self, annotations: Mapping[str, Any]) -> dict[str, Any]:
-        """Annotations as plain data: buffers by name, arrays as tuples."""
-        return {str(key): self._attribute_value(str(key), value) for key, value in annotations.items()}
-
-    def _attribute_value(self, key: str, value: Any) -> Any:
-        if isinstance(value, tirx.Buffer):
-            return self.buffer(value)
-        if isinstance(value, tirx.StringImm | tirx.IntImm | tirx.FloatImm):
-            return bool(value.value) if value.dtype == "bool" else value.value
-        if isinstance(value, bool | int | float | str):
-            return value
-        if isinstance(value, tirx.PrimExpr):
-            raise errors.UnsupportedError(f"{self.where}: {key}={value} is not a constant, which is not decoded")
-        return tuple(self._attribute_value(key, item) for item in value)
 
     # --- statements ---
 
@@ -234,15 +154,24 @@ class Decoder:
 
     def _walk(self, stmt: tirx.Stmt) -> Iterator[ir.Stmt]:
         handler = _STATEMENTS.get(type(stmt))
+        outer, self._before = self._before, []
         with self._at(tl_ir.get_stmt_span(stmt)):
             if handler is None:
                 raise errors.UnsupportedError(f"{self.where}: the statement {type(stmt).__name__} is not decoded")
-            yield from handler(self, stmt)
+            for result in handler(self, stmt):
+                yield from self._taken_before()
+                yield result
+            yield from self._taken_before()
+        self._before = outer
+
+    def _taken_before(self) -> list[ir.Stmt]:
+        taken, self._before = self._before, []
+        return taken
 
     @contextlib.contextmanager
     def _at(self, span: Any) -> Iterator[None]:
         """Locations inside a macro of TileLang itself are those of the kernel's line that calls it."""
-        previous, self.loc = self.loc, _place(span) or self.loc
+        previous, self.loc = self.loc, place(span) or self.loc
         try:
             yield
         finally:
@@ -253,21 +182,22 @@ class Decoder:
             yield from self._walk(item)
 
     def _sblock(self, stmt: tirx.SBlock) -> Iterator[ir.Stmt]:
-        if unknown := set(stmt.annotations) - _BLOCK_HINTS:
+        if unknown := set(stmt.annotations) - _BLOCK_HINTS - _BLOCK_MEANINGS:
             raise errors.UnsupportedError(f"{self.where}: block annotation {', '.join(sorted(unknown))} is not decoded")
         for data, layout in stmt.annotations.get("layout_map", {}).items():
             data = getattr(data, "data", data)
             if data.type_annotation.storage_scope.startswith("shared.dyn"):
-                if type(layout).__name__ != "AscendFractalLayout":
+                if not layouts.is_compact_nz(layout, str(data.type_annotation.element_type.dtype)):
                     raise errors.UnsupportedError(f"{self.where}: layout {layout} of {data.name} is not decoded")
                 self._nz.add(data)
+        for version in ("reducer_info", "reducer_info_v2"):
+            for data, info in stmt.annotations.get(version, {}).items():
+                self.reducers[getattr(data, "data", data)] = str(info["op"])
         for buffer in stmt.alloc_buffers:
-            self._declare(buffer)
-        if stmt.name_hint in ("CUBE", "VECTOR"):
-            raise errors.UnsupportedError(
-                f"{self.where}: kernels split by hand into T.Cube() and T.Vector() are not decoded"
-            )
-        region = {"SIMT_VF": self._simt, "SIMD_VF": self._simd}.get(stmt.name_hint)
+            if not simd.is_pointer(buffer):
+                self._declare(buffer)
+        sections = dict.fromkeys(_SECTIONS, self._section)
+        region = ({"SIMT_VF": self._simt, "SIMD_VF": self._simd} | sections).get(stmt.name_hint)
         yield from region(stmt) if region else self._walk(stmt.body)
 
     def _simt(self, stmt: tirx.SBlock) -> Iterator[ir.Stmt]:
@@ -285,15 +215,35 @@ class Decoder:
             body = body.body
         yield ir.Simd(self.statements(body), self.loc)
 
+    def _section(self, stmt: tirx.SBlock) -> Iterator[ir.Stmt]:
+        """A part for the cube or for the vector units, whose index has one variable however many parts there are."""
+        body = stmt.body
+        while isinstance(body, tirx.AttrStmt) and body.attr_key == "thread_extent":
+            unit = body.node.var
+            if self._unit is None:
+                self._unit = self.bind(unit), int(body.value)
+            self._variables[unit] = self._unit[0]
+            body = body.body
+        yield ir.Section(_SECTIONS[stmt.name_hint], self.statements(body), self.loc)
+
     def _attribute(self, stmt: tirx.AttrStmt) -> Iterator[ir.Stmt]:
         if stmt.attr_key not in _ATTRIBUTE_HINTS:
             raise errors.UnsupportedError(f"{self.where}: attribute {stmt.attr_key} is not decoded")
-        yield ir.Op(_ATTRIBUTE_HINTS[stmt.attr_key], (self.argument(stmt.value),), loc=self.loc)
+        node = stmt.node  # the number of a stage, the costs of a task
+        costs = node.items() if hasattr(node, "items") else [("value", node)]
+        attrs = {str(key): int(value) for key, value in costs}
+        yield ir.Op(_ATTRIBUTE_HINTS[stmt.attr_key], (), attrs, self.loc)
         yield from self._walk(stmt.body)
 
     def _bind(self, stmt: tirx.Bind) -> Iterator[ir.Stmt]:
         if isinstance(stmt.value, tirx.Call) and short(op_name(stmt.value)) == "launch_thread_idx":
             return  # threads outside a SIMT region, which the NPU does not have
+        if is_assertion(tl_ir.get_stmt_span(stmt)):
+            yield ir.Op("assert", (self.expr(stmt.value),), {"message": ""}, self.loc)
+            return
+        if simd.is_operation(stmt.value):
+            yield from simd.bind(self, stmt)
+            return
         if self._free(stmt.value):
             self._unbound.append((stmt.var, stmt.value, self.loc))
             return
@@ -302,6 +252,10 @@ class Decoder:
 
     def _free(self, expr: Any) -> bool:
         """Whether ``expr`` uses a variable that has no value yet."""
+        return bool(self._free_in(expr))
+
+    def _free_in(self, expr: Any) -> list[tirx.Var]:
+        """The variables in ``expr`` that have no value yet."""
         found: list[tirx.Var] = []
 
         def visit(node: Any) -> None:
@@ -309,7 +263,7 @@ class Decoder:
                 found.append(node)
 
         tirx.stmt_functor.post_order_visit(expr, visit)
-        return bool(found)
+        return list(dict.fromkeys(found))
 
     def _bound_now(self) -> Iterator[ir.Stmt]:
         """Lets for the scalars that waited for a variable that is known by now."""
@@ -330,29 +284,54 @@ class Decoder:
         kind = "pipelined" if "num_stages" in attrs else _LOOP_KINDS[stmt.kind]
         start, extent = self.expr(stmt.min), self.expr(stmt.extent)
         var, loc = self.bind(stmt.loop_var), self.loc
-        body = (*self._bound_now(), *self.statements(stmt.body))
+        with self.modes.loop(self.where), self.pointers.loop(self, stmt, (var, start, extent)) as places:
+            body = (*self._bound_now(), *self.statements(stmt.body))
+        body = (*places, *body)
+        stop, body = breaks.guarded(body, self)
+        yield from breaks.cleared(stop, loc)
         yield ir.For(var, start, extent, kind, body, attrs, loc)
 
     def _grid(self, stmt: tirx.For) -> Iterator[ir.Stmt]:
         tag, extent, var = str(stmt.thread_binding.thread_tag), self.extent(stmt.extent), self.bind(stmt.loop_var)
-        if tag == "blockIdx.x" and self._block is None:
-            self._block = var, extent
-        elif tag == "cthread" and self._unit is None:
+        if tag == "cthread" and self._unit is None:
             self._unit = var, extent
+            yield from self._walk(stmt.body)
+        elif tag == "blockIdx.x":
+            known = set(self._declared)
+            body = self.statements(stmt.body)
+            buffers = [buffer for name, buffer in self._declared.items() if name not in known]
+            self._launches.append(_Launch(var, extent, body, self._unit, buffers))
+            self._unit = None
         else:
-            raise errors.UnsupportedError(f"{self.where}: a second grid, or one over {tag}, is not decoded")
-        yield from self._walk(stmt.body)
+            raise errors.UnsupportedError(f"{self.where}: a grid over {tag} is not decoded")
 
     def _while(self, stmt: tirx.While) -> Iterator[ir.Stmt]:
-        yield ir.While(self.expr(stmt.condition), self.statements(stmt.body), self.loc)
+        with self.pure("the condition of a while loop"):
+            condition = self.expr(stmt.condition)
+        with self.modes.loop(self.where):
+            body = self.statements(stmt.body)
+        stop, body = breaks.guarded(body, self)
+        yield from breaks.cleared(stop, self.loc)
+        yield ir.While(breaks.until(stop, condition), body, self.loc)
 
     def _if(self, stmt: tirx.IfThenElse) -> Iterator[ir.Stmt]:
-        orelse = self.statements(stmt.else_case) if stmt.else_case is not None else ()
-        yield ir.If(self.expr(stmt.condition), self.statements(stmt.then_case), orelse, self.loc)
+        condition = self.expr(stmt.condition)
+        with self.modes.fork(condition) as way, self.pointers.fork(self.where) as at:
+            with way(), at():
+                then = self.statements(stmt.then_case)
+            with way(), at():
+                orelse = self.statements(stmt.else_case) if stmt.else_case is not None else ()
+        yield ir.If(condition, then, orelse, self.loc)
 
     def _store(self, stmt: tirx.BufferStore) -> Iterator[ir.Stmt]:
         if stmt.predicate is not None:
             raise errors.UnsupportedError(f"{self.where}: a predicated store is not decoded")
+        if simd.is_pointer(stmt.buffer):
+            yield from simd.assign_pointer(self, stmt)
+            return
+        if stmt.buffer.data in self.reducers:
+            yield operations.reducer_store(self, stmt)
+            return
         indices = tuple(self.expr(index) for index in stmt.indices)
         yield ir.Store(self.buffer(stmt.buffer), indices, self.expr(stmt.value), self.loc)
 
@@ -374,27 +353,8 @@ _STATEMENTS: dict[type, Callable[[Decoder, Any], Iterator[ir.Stmt]]] = {
 }
 
 
-def _place(span: Any) -> str | None:
-    """``file:line`` of ``span``, files of this package relative to its folder; None inside TileLang itself."""
-    location = tl_ir.span_to_location(span)
-    if location is None:
-        return None
-    file, line = location
-    path = pathlib.Path(file)
-    if path.is_relative_to(_TILELANG):
-        return None
-    return f"{path.relative_to(_PACKAGE) if path.is_relative_to(_PACKAGE) else path}:{line}"
-
-
-def _row_major(shape: tuple[int | ir.Expr, ...]) -> tuple[int, ...] | None:
-    """Element strides of a row-major array, or None where they are not constants."""
-    if not all(isinstance(size, int) for size in shape[1:]):
-        return None
-    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-
-
-def _is_mixed(body: tuple[ir.Stmt, ...], buffers: dict[str, ir.Buffer]) -> bool:
+def _is_mixed(body: tuple[ir.Stmt, ...], buffers: list[ir.Buffer]) -> bool:
     """Whether the cube takes part, or a copy is split, so that a block has both vector units of its core."""
     cube = (ir.Space.L1, ir.Space.L0A, ir.Space.L0B, ir.Space.L0C)
     split = any(isinstance(stmt, ir.Copy) and "dual" in stmt.attrs for stmt in ir.walk(body))
-    return split or any(buffer.space in cube for buffer in buffers.values())
+    return split or any(buffer.space in cube for buffer in buffers)

@@ -10,6 +10,8 @@ from tvm import tirx
 
 from glass_jax import errors
 from glass_jax.hw import program as ir
+from glass_jax.lowering.tilelang import effects, simd
+from glass_jax.lowering.tilelang.names import op_name, short
 
 if TYPE_CHECKING:
     from glass_jax.lowering.tilelang.decode import Decoder
@@ -20,7 +22,10 @@ _FUNCTIONS = {
     for name in (
         "exp", "exp2", "exp10", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "sigmoid", "tanh", "sin", "cos",
         "tan", "sinh", "cosh", "asin", "acos", "atan", "atan2", "erf", "floor", "ceil", "trunc", "round", "nearbyint",
-        "isnan", "isinf", "isfinite", "clz", "popcount", "reinterpret", "fmod", "copysign", "hypot", "ldexp",
+        "isnan", "isinf", "isfinite", "clz", "popcount", "reinterpret", "fmod", "copysign", "hypot", "ldexp", "clamp",
+        "warp_reduce_sum", "warp_reduce_max", "warp_reduce_min", "warp_reduce_bitand", "warp_reduce_bitor",
+        "shfl_sync", "shfl_up_sync", "shfl_down_sync", "shfl_xor_sync", "ballot", "ballot_sync", "any_sync", "all_sync",
+        "activemask", "syncthreads_and", "syncthreads_or", "syncthreads_count",
     )
 } | {"fabs": "abs", "bitwise_not": "bitnot", "round_ties_away_from_zero": "round_away"}  # fmt: skip
 
@@ -53,16 +58,6 @@ _BINARY_NODES = {
 }
 
 
-def op_name(call: tirx.Call) -> str:
-    """The name of the operation that ``call`` performs, with its namespace: ``"tirx.exp"``, ``"tl.tileop.gemm"``."""
-    return getattr(call.op, "name", None) or str(call.op)
-
-
-def short(name: str) -> str:
-    """``name`` without its namespace."""
-    return name.rsplit(".", 1)[-1]
-
-
 def decode(decoder: Decoder, expr: Any) -> ir.Expr:
     """``expr`` as an expression of a Program.
 
@@ -80,6 +75,9 @@ def decode(decoder: Decoder, expr: Any) -> ir.Expr:
 
 
 def _binary(decoder: Decoder, op: str, lhs: Any, rhs: Any, expr: Any) -> ir.Binary:
+    if op in ("and", "or"):
+        with decoder.pure("a condition"):
+            return ir.Binary(op, decode(decoder, lhs), decode(decoder, rhs), str(expr.dtype))
     return ir.Binary(op, decode(decoder, lhs), decode(decoder, rhs), str(expr.dtype))
 
 
@@ -99,7 +97,9 @@ def _load(decoder: Decoder, expr: tirx.BufferLoad) -> ir.Load:
 
 
 def _select(decoder: Decoder, condition: Any, then: Any, orelse: Any, expr: Any) -> ir.Select:
-    return ir.Select(decode(decoder, condition), decode(decoder, then), decode(decoder, orelse), str(expr.dtype))
+    chosen = decode(decoder, condition)
+    with decoder.pure("one side of a choice"):
+        return ir.Select(chosen, decode(decoder, then), decode(decoder, orelse), str(expr.dtype))
 
 
 def _cast(decoder: Decoder, expr: tirx.Cast) -> ir.Cast:
@@ -112,6 +112,10 @@ def _cast(decoder: Decoder, expr: tirx.Cast) -> ir.Cast:
 
 def _call(decoder: Decoder, expr: tirx.Call) -> ir.Expr:
     name, dtype = short(op_name(expr)), str(expr.dtype)
+    if simd.is_operation(expr):
+        return simd.register(decoder, expr)
+    if name == "reinterpret" and ir.register(dtype) is not None:
+        return simd.reinterpreted(decoder, expr)
     if name == "if_then_else":
         return _select(decoder, *expr.args, expr)
     if name in _BINARY_FUNCTIONS:
@@ -122,6 +126,11 @@ def _call(decoder: Decoder, expr: tirx.Call) -> ir.Expr:
         return decode(decoder, expr.args[0])
     if name in _FUNCTIONS:
         return ir.Call(_FUNCTIONS[name], tuple(decode(decoder, arg) for arg in expr.args), dtype)
+    if name == "atomic_load_elem_op":
+        element = decoder.element(expr.args[0])
+        return ir.Load(element.buffer, element.starts, dtype)
+    if name in effects.RETURNING:
+        return effects.returning(decoder, name, expr)
     raise errors.UnsupportedError(f"{decoder.where}: the function {op_name(expr)} is not decoded, in {expr}")
 
 

@@ -17,7 +17,7 @@ from tvm.ir.instrument import PassInstrument, pass_instrument
 from glass_jax import errors
 from glass_jax.hw import memory
 from glass_jax.hw import program as ir
-from glass_jax.lowering.tilelang.expressions import op_name, short
+from glass_jax.lowering.tilelang.names import op_name, short
 
 _SPACES = {
     "shared.dyn": ir.Space.UB,
@@ -116,7 +116,7 @@ def _accesses(function: tirx.PrimFunc) -> list[tuple[tirx.Var, Any, int]]:
     found: list[tuple[tirx.Var, Any, int]] = []
 
     def visit(node: Any) -> None:
-        if isinstance(node, tirx.BufferLoad | tirx.BufferStore):
+        if isinstance(node, tirx.BufferLoad | tirx.BufferStore) and str(node.buffer.dtype) != "handle":
             found.append((node.buffer.data, node.indices[0], memory.bits(str(node.buffer.dtype)) // 8))
         elif isinstance(node, tirx.Call) and short(op_name(node)) == "tvm_access_ptr":
             found.append((node.args[1], node.args[2], memory.bits(str(node.args[0].dtype)) // 8))

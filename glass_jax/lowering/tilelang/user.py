@@ -55,10 +55,12 @@ def user_kernel(func: Any, *args: Any, out_idx: Sequence[int] | int | None = Non
       **kwargs: like ``args``.
 
     Raises:
-      HardwareConstraintError: ``func`` is no kernel, takes no such arguments, or has no parameter at ``out_idx``.
-      UnsupportedError: a parameter is a scalar, or its shape is dynamic.
+      HardwareConstraintError: ``func`` is no kernel, takes no such arguments, or has no parameter at ``out_idx`` that
+        could be a result.
     """
     from tvm import tirx  # there already: the kernel was made with it
+
+    from glass_jax.lowering.tilelang import decode
 
     pass_configs = {}
     if hasattr(func, "get_tir"):
@@ -73,6 +75,8 @@ def user_kernel(func: Any, *args: Any, out_idx: Sequence[int] | int | None = Non
         raise errors.HardwareConstraintError(
             f"expected a TileLang kernel (a @T.prim_func or a @tilelang.jit function), got {type(func).__name__}"
         )
+    if decode.is_split(func):
+        pass_configs.setdefault(decode.AUTO_SCHEDULE, False)
     name = str(func.attrs["global_symbol"])
     indices = [-1] if out_idx is None else [out_idx] if isinstance(out_idx, int) else list(out_idx)
     count = len(func.params)
@@ -88,16 +92,12 @@ def user_kernel(func: Any, *args: Any, out_idx: Sequence[int] | int | None = Non
 
 def _argument(func: Any, position: int, output: bool) -> Argument:
     param = func.params[position]
-    name = str(func.attrs["global_symbol"])
     if param not in func.buffer_map:
-        raise errors.UnsupportedError(
-            f"kernel {name}: parameter {param.name} is a scalar; pass it as a tensor of one element"
-        )
+        if output:
+            raise errors.HardwareConstraintError(
+                f"kernel {func.attrs['global_symbol']}: parameter {param.name} is a scalar and cannot be a result"
+            )
+        return Argument(str(param.name), (), str(param.dtype), False)
     buffer = func.buffer_map[param]
-    try:
-        shape = tuple(int(size) for size in buffer.shape)
-    except TypeError as error:
-        raise errors.UnsupportedError(
-            f"kernel {name}: the shape of {buffer.name} is dynamic; build the kernel for one shape"
-        ) from error
+    shape = tuple(int(size) if isinstance(size, int) or hasattr(size, "value") else None for size in buffer.shape)
     return Argument(str(buffer.name), shape, str(buffer.dtype), output)

@@ -1,7 +1,7 @@
 """The algorithms, and the collectives that follow from them.
 
-An algorithm says how chunks spread: from their owners to every rank (gather), or from a root. The collectives are then a
-matter of composition: a reduction is the spreading run backwards, an all-reduce is both, one after the other.
+An algorithm says how chunks spread: from their owners to every rank (gather), or from a root. The collectives then
+follow: a reduction is the spreading run backwards, an all-reduce is both, one after the other.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from glass_jax import errors
 from glass_jax.sharding import schedule
 from glass_jax.sharding.algorithms import doubling, exchange, ring, trees
-from glass_jax.sharding.schedule import Chunks, Phase, Schedule
+from glass_jax.sharding.schedule import Chunks, Schedule, at, everywhere
 
 ALGORITHMS: dict[str, tuple[str, ...]] = {
     "all_reduce": ("ring", "two_way_ring", "hierarchical", "halving_doubling", "bruck", "tree", "double_tree", "mesh"),
@@ -30,7 +30,13 @@ NODE = 8  # ranks in a node, where nothing else is said
 
 @functools.lru_cache(maxsize=256)
 def build(
-    collective: str, algorithm: str, ranks: int, *, root: int = 0, levels: tuple[int, ...] | None = None, pieces: int = PIECES
+    collective: str,
+    algorithm: str,
+    ranks: int,
+    *,
+    root: int = 0,
+    levels: tuple[int, ...] | None = None,
+    pieces: int | None = None,
 ) -> Schedule:
     """The schedule of a collective.
 
@@ -40,35 +46,41 @@ def build(
       algorithm: one of that collective's.
       ranks: P, at least 1.
       root: where a broadcast starts and a reduce ends.
-      levels: extents of the machine, outermost first, of product P, for ``"hierarchical"``; by default nodes of 8 ranks, or as
-        nearly square as P allows.
-      pieces: pieces that ``"ring"`` broadcast and ``"double_tree"`` pass an array on in.
+      levels: extents of the machine, outermost first, of product P, for ``"hierarchical"``; by default nodes of 8
+        ranks, or as nearly square as P allows.
+      pieces: pieces that a ``"ring"`` broadcast and ``"double_tree"`` pass an array on in; by default 8.
 
     Raises:
-      CollectiveError: no such collective or algorithm, an argument out of range, or an algorithm that is not defined for P.
+      CollectiveError: no such collective or algorithm, an argument out of range or without effect, or an algorithm that
+        is not defined for P.
     """
-    _check(collective, algorithm, ranks, root, levels, pieces)
+    rooted = algorithm in ("tree", "double_tree") or collective in ("broadcast", "reduce")
+    unused = {
+        "root": root != 0 and not rooted,
+        "levels": levels is not None and algorithm != "hierarchical",
+        "pieces": pieces is not None and algorithm != "double_tree" and not (rooted and algorithm == "ring"),
+    }
+    if any(unused.values()):
+        names = ", ".join(name for name, value in unused.items() if value)
+        raise errors.CollectiveError(f"{collective} by {algorithm!r} does not use {names}; leave it out")
+    _check(collective, algorithm, ranks, root, levels)
     if collective == "all_to_all":
         return _all_to_all(algorithm, ranks)
-    if algorithm == "hierarchical":
-        levels = _levels(ranks, levels)
-    elif levels is not None:
-        raise errors.CollectiveError(f"{algorithm!r} does not use levels={levels}; 'hierarchical' does")
-    if algorithm in ("tree", "double_tree") or collective in ("broadcast", "reduce"):
-        return _rooted(collective, algorithm, ranks, root, pieces)
-    return _gathering(collective, algorithm, ranks, levels)
+    if rooted:
+        return _rooted(collective, algorithm, ranks, root, PIECES if pieces is None else pieces)
+    return _gathering(collective, algorithm, ranks, _levels(ranks, levels) if algorithm == "hierarchical" else None)
 
 
-def _check(
-    collective: str, algorithm: str, ranks: int, root: int, levels: tuple[int, ...] | None, pieces: int
-) -> None:
+def _check(collective: str, algorithm: str, ranks: int, root: int, levels: tuple[int, ...] | None) -> None:
     known = ALGORITHMS | {"reduce": ALGORITHMS["broadcast"]}
     if collective not in known or collective == "send_recv":
         raise errors.CollectiveError(f"there are no schedules of {collective!r}, but of {', '.join(sorted(known))}")
     if algorithm not in known[collective]:
-        raise errors.CollectiveError(f"{collective} has no algorithm {algorithm!r}; it has {', '.join(known[collective])}")
-    if ranks < 1 or not 0 <= root < ranks or pieces < 1:
-        raise errors.CollectiveError(f"{ranks=}, {root=}, {pieces=}: need ranks >= 1, 0 <= root < ranks, pieces >= 1")
+        raise errors.CollectiveError(
+            f"{collective} has no algorithm {algorithm!r}; it has {', '.join(known[collective])}"
+        )
+    if ranks < 1 or not 0 <= root < ranks:
+        raise errors.CollectiveError(f"{ranks=}, {root=}: need ranks >= 1 and 0 <= root < ranks")
     if not defined(collective, algorithm, ranks) and levels is None:
         remedy = {
             "halving_doubling": "only for powers of two; 'bruck' takes as few steps with any number of ranks",
@@ -103,47 +115,50 @@ def _levels(ranks: int, levels: tuple[int, ...] | None) -> tuple[int, ...]:
 
 def _gathering(collective: str, algorithm: str, ranks: int, levels: tuple[int, ...] | None) -> Schedule:
     """All-gather, reduce-scatter and all-reduce of an algorithm that gathers."""
-    own, order, nchunks = np.arange(ranks), np.arange(ranks), ranks
-    back: list[Phase] | None = None
+    nchunks, back = ranks, None
     match algorithm:
         case "ring":
             phases, back = ring.gather((ranks,)), ring.gather((ranks,), direction=-1)
         case "two_way_ring":
             phases, nchunks = ring.gather_both_ways(ranks), 2 * ranks
-            order = np.stack([order, order + ranks], axis=1).ravel()
         case "hierarchical":
             phases, back = ring.gather(levels), ring.gather(levels, direction=-1)
-            own = order = ring.positions(levels)
-        case "halving_doubling" if collective == "all_reduce":
-            phases, nchunks = doubling.folded(ranks), 1 << (ranks.bit_length() - 1)
         case "halving_doubling":
-            levels = (2,) * (ranks.bit_length() - 1) or (1,)
-            phases, own = ring.gather(levels), ring.positions(levels)
-            order = own
+            phases, levels = doubling.folded(ranks), doubling.levels(ranks)
+            nchunks = math.prod(levels)
         case "bruck":
             phases = doubling.bruck_gather(ranks)
         case "mesh":
             phases = exchange.direct_gather(ranks)
     backwards = schedule.reverse(phases if back is None else back)  # opposite direction: the same links both times
-    if collective == "all_reduce":
-        whole = schedule.fixed(ranks, width=nchunks)
-        return Schedule(collective, algorithm, ranks, nchunks, backwards + tuple(phases), whole, whole)
-    everything = _ordered(ranks, order)
-    mine = schedule.turning(own, nchunks, offsets=np.arange(0, nchunks, ranks))
+    own, everything = _held(algorithm, ranks, levels)
     if collective == "all_gather":
-        return Schedule(collective, algorithm, ranks, nchunks, tuple(phases), placed=mine, result=everything)
-    return Schedule(collective, algorithm, ranks, nchunks, backwards, placed=everything, result=mine)
+        return Schedule(collective, algorithm, ranks, nchunks, tuple(phases), own, everything)
+    if collective == "reduce_scatter":
+        return Schedule(collective, algorithm, ranks, nchunks, backwards, everything, own)
+    if algorithm != "bruck":
+        everything = Chunks((everywhere(nchunks, ranks),))  # whichever order, as long as it is the same on all ranks
+    return Schedule(collective, algorithm, ranks, nchunks, backwards + tuple(phases), everything, everything)
 
 
-def _ordered(ranks: int, order: np.ndarray) -> Chunks:
-    """All chunks of the buffer, in the given order."""
-    if np.array_equal(order, np.arange(len(order))):
-        return schedule.fixed(ranks, width=len(order))
-    return schedule.turning(np.zeros(ranks), len(order), offsets=order)
+def _held(algorithm: str, ranks: int, levels: tuple[int, ...] | None) -> tuple[Chunks, Chunks]:
+    """A rank's own chunks, and every rank's in order, where a gathering algorithm has them."""
+    rank = np.arange(ranks)
+    match algorithm:
+        case "hierarchical" | "halving_doubling":
+            return Chunks((at(ranks, np.resize(ring.positions(levels), ranks)),)), ring.in_order(levels)
+        case "two_way_ring":
+            halves = everywhere(2, ranks)
+            return Chunks((at(ranks, rank), halves)), Chunks((everywhere(ranks, ranks), halves))
+        case "bruck":
+            return Chunks((at(ranks, 0 * rank),)), Chunks((at(ranks, -rank, offsets=rank),))
+    return Chunks((at(ranks, rank),)), Chunks((everywhere(ranks, ranks),))
 
 
 def _rooted(collective: str, algorithm: str, ranks: int, root: int, pieces: int) -> Schedule:
     """Broadcast, reduce and all-reduce of an algorithm that spreads from a root."""
+    if pieces < 1:
+        raise errors.CollectiveError(f"{pieces=} must be at least 1")
     nchunks = 1
     match algorithm:
         case "tree":
@@ -157,16 +172,15 @@ def _rooted(collective: str, algorithm: str, ranks: int, root: int, pieces: int)
         "reduce": schedule.reverse(phases),
         "all_reduce": schedule.reverse(phases) + tuple(phases),
     }
-    whole = schedule.fixed(ranks, width=nchunks)
+    whole = Chunks((everywhere(nchunks, ranks),))
     return Schedule(collective, algorithm, ranks, nchunks, parts[collective], whole, whole, root)
 
 
 def _all_to_all(algorithm: str, ranks: int) -> Schedule:
-    whole = schedule.fixed(ranks, width=ranks)
-    match algorithm:
-        case "bruck":
-            result = schedule.turning(2 * np.arange(ranks), ranks, offsets=-np.arange(ranks))
-            return Schedule("all_to_all", algorithm, ranks, ranks, tuple(exchange.bruck(ranks)), whole, result)
-        case "pairwise" | "mesh":
-            phases = exchange.pairwise(ranks, concurrent=algorithm == "mesh")
-            return Schedule("all_to_all", algorithm, ranks, ranks, tuple(phases), whole, whole)
+    if algorithm == "bruck":
+        phases, rank, places = exchange.bruck(ranks), np.arange(ranks), np.arange(ranks)
+        placed, result = Chunks((at(ranks, rank, offsets=-places),)), Chunks((at(ranks, -rank, offsets=places),))
+    else:
+        phases = exchange.pairwise(ranks, concurrent=algorithm == "mesh")
+        placed = result = Chunks((everywhere(ranks, ranks),))
+    return Schedule("all_to_all", algorithm, ranks, ranks, tuple(phases), placed, result)

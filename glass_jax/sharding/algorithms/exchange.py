@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from glass_jax.sharding import schedule
-from glass_jax.sharding.schedule import Phase, Transfer
+from glass_jax.sharding.schedule import Chunks, Phase, Transfer, at
 
 
 def pairwise(ranks: int, *, concurrent: bool = False) -> list[Phase]:
@@ -14,8 +13,7 @@ def pairwise(ranks: int, *, concurrent: bool = False) -> list[Phase]:
     ``concurrent`` takes all steps at once.
     """
     rank = np.arange(ranks)
-    send = schedule.turning(rank + 1, ranks, step=1)
-    recv = schedule.turning(rank - 1, ranks, step=-1)
+    send, recv = Chunks((at(ranks, rank + 1, step=1),)), Chunks((at(ranks, rank - 1, step=-1),))
     transfer = Transfer((rank + 1) % ranks, send, recv, turn=1)
     return [Phase((transfer,), ranks - 1, reads_start=True, concurrent=concurrent)] if ranks > 1 else []
 
@@ -23,21 +21,20 @@ def pairwise(ranks: int, *, concurrent: bool = False) -> list[Phase]:
 def direct_gather(ranks: int) -> list[Phase]:
     """Gathers P chunks, chunk r of rank r: every rank sends its own to every other, all at once."""
     rank = np.arange(ranks)
-    recv = schedule.turning(rank - 1, ranks, step=-1)
-    transfer = Transfer((rank + 1) % ranks, schedule.fixed(ranks, rank), recv, turn=1)
-    return [Phase((transfer,), ranks - 1, reads_start=True, concurrent=True)] if ranks > 1 else []
+    send, recv = Chunks((at(ranks, rank),)), Chunks((at(ranks, rank - 1, step=-1),))
+    transfer = Transfer((rank + 1) % ranks, send, recv, turn=1)
+    return [Phase((transfer,), ranks - 1, reads_start=True, concurrent=True, along=0)] if ranks > 1 else []
 
 
 def bruck(ranks: int) -> list[Phase]:
     """Exchanges chunks in ceil(log2 P) steps, each moving about half of all chunks.
 
-    Chunk d + r of rank r, to be moved by d places, moves by one power of two after the other, those of which d is made. At
-    the end the chunk of rank s for rank r lies at 2 r - s of rank r. (Bruck et al. 1997.)
+    At place j of rank r lies the chunk for rank r - j, modulo P. It moves down by one power of two after the other,
+    those of which j is made; at the end place j holds the chunk that rank r + j had for rank r. (Bruck et al. 1997.)
     """
     rank, phases, distance = np.arange(ranks), [], 1
     while distance < ranks:
-        moves = np.flatnonzero(np.arange(ranks) & distance)
-        send = schedule.turning(rank, ranks, offsets=moves)
-        phases.append(Phase((Transfer((rank + distance) % ranks, send, send),)))
+        moved = Chunks((at(ranks, np.zeros(ranks), offsets=np.flatnonzero(np.arange(ranks) & distance)),))
+        phases.append(Phase((Transfer((rank - distance) % ranks, moved, moved),)))
         distance *= 2
     return phases

@@ -1,0 +1,34 @@
+"""Expressions that also do something: they become a statement that stores what they return in a scalar variable."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from glass_jax.hw import program as ir
+
+if TYPE_CHECKING:
+    from glass_jax.lowering.tilelang.decode import Decoder
+
+ATOMICS = {"atomic_add": "add", "atomic_max": "max", "atomic_min": "min", "atomic_or": "bitor"}
+RETURNING = {f"{name}_ret_elem_op" for name in ATOMICS} | {"rng_rand", "rng_rand_float"}
+
+RANDOM_STATE = "random_state"
+_RANDOM_WORDS = 9  # see glass_jax.hw.random
+
+
+def returning(decoder: Decoder, name: str, expr: Any) -> ir.Load:
+    """What the call ``expr`` of one of :data:`RETURNING` returns."""
+    result = decoder.temporary(str(expr.dtype))
+    if name.startswith("atomic"):
+        kind = ATOMICS[name.removesuffix("_ret_elem_op")]
+        args = decoder.element(expr.args[0]), decoder.expr(expr.args[1]), result
+        decoder.before(ir.Op("atomic", args, {"kind": kind}, decoder.loc))
+    else:
+        kind = "bits" if name == "rng_rand" else str(expr.args[0].value)
+        decoder.before(ir.Op("random", (random_state(decoder), result), {"kind": kind}, decoder.loc))
+    return ir.Load(result, (ir.Const(0, "int32"),), str(expr.dtype))
+
+
+def random_state(decoder: Decoder) -> str:
+    """The name of the buffer that each thread keeps its random generator in."""
+    return decoder.state(RANDOM_STATE, "uint32", _RANDOM_WORDS)
