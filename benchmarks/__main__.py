@@ -17,15 +17,19 @@ from collections.abc import Callable, Sequence
 import jax
 import jaxlib
 
-from benchmarks import cpu_gemm, expert_parallel, npu_model, planner, startup
+from benchmarks import attention, collectives, cpu_gemm, expert_parallel, npu_model, planner, startup
 from benchmarks.measure import Report
 
 BENCHMARKS: dict[str, Callable[[], list[Report]]] = {
     "import": startup.imports,
     "compile": startup.compilation,
     "npu_model_gemm": npu_model.gemm,
+    "npu_model_attention": attention.npu_model,
+    "verify": attention.verification,
     "cpu_gemm_bfloat16": cpu_gemm.bfloat16,
     "cpu_gemm_float32": cpu_gemm.float32,
+    "collectives_devices": collectives.on_devices,
+    "collectives_simulated": collectives.simulated,
     "expert_exchange": expert_parallel.exchange,
     "expert_layer": expert_parallel.layer,
     "plan_published": planner.published,

@@ -16,7 +16,7 @@ LIBRARY = [module for module in MODULES if module.startswith("glass_jax/")]
 LAYERS = ("errors", "hw", "config", "lowering", "primitives", "sharding")
 
 COMPILER = {"tilelang", "tvm", "torch"}
-PUBLIC = {"configure", "errors", "export", "gemm", "sharding", "tilelang_call", "verify"}
+PUBLIC = {"configure", "debug", "errors", "export", "gemm", "sharding", "tilelang_call", "verify"}
 
 
 def layer(module: str) -> int:

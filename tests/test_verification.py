@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import tilelang
-import tilelang.ascend.language as T  # noqa: N812
+import tilelang.ascend.language as T
 
 from glass_jax import config, errors
 from glass_jax.primitives.gemm import gemm

@@ -4,8 +4,9 @@ Cores are ordered by cross-core flags only. What flags allow is found while the 
 statements are cut into pieces at its sets and waits, and the pieces put in an order in which every wait finds its flag
 set. The order is then folded: what repeats with loop variables that advance evenly becomes a loop again. So a kernel
 whose cores work in step becomes one loop, one whose cores are some iterations apart a loop with a beginning and an end,
-and nothing about flags is left when it runs. Within a core statements run in program order, which is right for the
-values; flags missing there are found by ``glass_jax.hw.ordering``.
+and nothing about flags is left when it runs. Where an order depends on the data, ``glass_jax.hw.stepping`` finds it
+while the kernel runs. Within a core statements run in program order, which is right for the values; flags missing there
+are found by ``glass_jax.hw.ordering``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import jax
 from jax import lax
 
 from glass_jax.errors import DeadlockError, UnsupportedError
-from glass_jax.hw import control, folding, intervals, symbolic, sync
+from glass_jax.hw import control, folding, intervals, stepping, symbolic, sync
 from glass_jax.hw import program as ir
 from glass_jax.hw.dataflow import Dataflow
 from glass_jax.hw.folding import Leaf, Loop, Node
@@ -83,16 +84,22 @@ def run_grid(machine: Machine, blocks: int) -> None:
 
     Raises:
       DeadlockError: a core waits for a flag that nobody sets.
-      UnsupportedError: what a core synchronizes depends on values known only at run time.
+      UnsupportedError: which blocks wait for all cores depends on values known only at run time.
     """
     together = sync.meets(machine.program)
     groups = [range(blocks)] if together else [range(block, block + 1) for block in range(blocks)]
     parts = {kind: sync.without(body, sync.WITHIN_CORE) for kind, body in sync.parts(machine.program).items()}
-    nodes: list[Node] = []
-    for group in groups:
-        nodes += folding.fold(_ordered(machine.program, parts, group))
     runner = _Runner(machine)
     runner.check_lets(machine.program.body)
+    nodes: list[Node] = []
+    try:
+        for group in groups:
+            nodes += folding.fold(_ordered(machine.program, parts, group))
+    except UnsupportedError:
+        if together:
+            raise
+        stepping.run_grid(machine, blocks, parts)
+        return
     nodes = folding.fold(nodes)
     if together and blocks > 1:
         runner.keep_apart(nodes, blocks)

@@ -247,11 +247,7 @@ def transpose(tile: jax.Array, lead: int) -> jax.Array:
     """A tile with two dimensions exchanged: the two that are not 1, else the last two; ``lead`` axes come before."""
     axes = [axis for axis in range(lead, tile.ndim) if tile.shape[axis] != 1]
     first, second = axes if len(axes) == 2 else (tile.ndim - 2, tile.ndim - 1)
-    swapped = [*range(first), second, *range(first + 1, second), first, *range(second + 1, tile.ndim)]
-    kept = [axis for axis in swapped if axis < lead or axis in (first, second) or tile.shape[axis] != 1]
-    # Without dimensions of 1 a transposed operand costs a product nothing: XLA reads it the other way.
-    squeezed = tile.reshape([tile.shape[axis] for axis in sorted(kept)])
-    return squeezed.transpose([sorted(kept).index(axis) for axis in kept]).reshape([tile.shape[a] for a in swapped])
+    return jnp.swapaxes(tile, first, second)
 
 
 def _reshape(

@@ -76,7 +76,7 @@ def run(
         )
     arrays = {name: jnp.asarray(array) for name, array in zip(names, args, strict=True)}
     dimensions = _dimensions(program, arrays)
-    buffers = {name: _resolved(buffer, dimensions) for name, buffer in program.buffers.items()}
+    buffers = {name: _resolved(program.buffers[name], dimensions) for name in program.params}
     for name, array in arrays.items():
         _check_argument(program, buffers[name], array)
     axes = frozenset().union(*map(varying_axes, arrays.values()))
@@ -85,7 +85,7 @@ def run(
         contents[name] = numerics.to_bits(array)
     launch = program
     while launch is not None:
-        contents = _launch(launch, buffers, axes, dimensions, contents, observe)
+        contents = _launch(launch, axes, dimensions, contents, observe)
         launch = launch.next
     results = [buffers[program.params[position]] for position in outputs]
     return tuple(numerics.from_bits(contents[buffer.name], numerics.dtype(buffer.dtype)) for buffer in results)
@@ -93,13 +93,13 @@ def run(
 
 def _launch(
     program: ir.Program,
-    buffers: Mapping[str, ir.Buffer],
     axes: frozenset[str],
     dimensions: Mapping[str, int],
     contents: Mapping[str, jax.Array],
     observe: Observer | None,
 ) -> dict[str, jax.Array]:
     """Runs one grid on the parameters' ``contents``, as stored, and returns their contents after it."""
+    buffers = {name: _resolved(buffer, dimensions) for name, buffer in program.buffers.items()}
     memory = Memory(buffers, program.units, axes, _split_scalars(program))
     for name, bits in contents.items():
         memory.put_view(name, bits)
@@ -122,12 +122,15 @@ def _split_scalars(program: ir.Program) -> frozenset[str]:
 
 
 def _dimensions(program: ir.Program, arrays: Mapping[str, jax.Array]) -> dict[str, int]:
-    """Values of the variables that stand for a whole dimension in the parameters' shapes, from the arguments."""
+    """Values of the variables that stand for a whole dimension or stride of a parameter, from the arguments."""
     found = {}
     for name, array in arrays.items():
         for extent, size in zip(program.buffers[name].shape, array.shape, strict=False):
             if isinstance(extent, ir.Var):
                 found.setdefault(extent.name, size)
+        for axis, stride in enumerate(program.buffers[name].strides or ()):
+            if isinstance(stride, ir.Var):  # arrays are dense
+                found.setdefault(stride.name, math.prod(array.shape[axis + 1 :]))
     return found
 
 

@@ -58,7 +58,7 @@ def _select(expr: ir.Select, env: Environment) -> Interval | None:
 
 def _truth(value: Interval | None) -> Interval:
     """The truth of a value, 0 or 1."""
-    if value is None or value[0] <= 0 <= value[1] and value != (0, 0):
+    if value is None or (value[0] <= 0 <= value[1] and value != (0, 0)):
         return _BOOL
     return (0, 0) if value == (0, 0) else (1, 1)
 

@@ -255,7 +255,7 @@ def _position(index: Index, size: int) -> jax.Array | np.ndarray:
 
 
 def check_independent(log: Sequence[Access], lanes: tuple[int, ...], since: int, in_order: bool) -> None:
-    """Raises DependentLanes unless no lane touches an element that another lane writes, or only one that comes after it.
+    """Raises DependentLanes unless no lane touches an element that another writes, or only one that comes after it.
 
     If the log has every access once, in the order in which all lanes did it (``in_order``), then of two that meet the
     first may be an earlier lane's: it is the first too if the lanes run one after the other.

@@ -75,11 +75,13 @@ class Outcome:
     used: Mapping[Sync, ir.Stmt] = dataclasses.field(default_factory=dict)
 
 
-def check(program: ir.Program, memory: Sequence[Allocation] = ()) -> Outcome:
+def check(program: ir.Program, memory: Sequence[Allocation] = (), accesses: bool = True) -> Outcome:
     """Simulates the first and the last block of ``program``, as far as its order is known without data.
 
-    ``memory`` is the compiler's memory map: buffers that share room are told by it. A kernel that the compiler
-    synchronizes has nothing to find.
+    Args:
+      program: the kernel; one that the compiler synchronizes has nothing to find.
+      memory: the compiler's memory map, which tells buffers that share room.
+      accesses: whether to look at what is read and written, or at the flags alone.
     """
     if not program.manual:
         return Outcome()
@@ -87,7 +89,7 @@ def check(program: ir.Program, memory: Sequence[Allocation] = ()) -> Outcome:
     findings: dict[Finding, None] = {}
     used: dict[Sync, ir.Stmt] = {}
     for block in (0,) if blocks in (None, 1) else (0, blocks - 1):
-        simulation = _Simulation(program, block, memory)
+        simulation = _Simulation(program, block, History(program, memory) if accesses else None)
         with contextlib.suppress(UnsupportedError):  # what was found until then is certain all the same
             simulation.run()
         findings |= simulation.findings
@@ -103,7 +105,7 @@ def check_progress(program: ir.Program) -> None:
     Raises:
       DeadlockError: they do; the message names each waiting pipe, its flag and the line.
     """
-    outcome = check(program)
+    outcome = check(program, accesses=False)
     if outcome.waits:
         loc = next(finding.loc for finding in outcome.findings if finding.rule == "deadlock")
         raise DeadlockError(program.name, outcome.waits, loc)
@@ -143,12 +145,12 @@ class _Unit:
 class _Simulation:
     """One block of a kernel."""
 
-    def __init__(self, program: ir.Program, block: int, memory: Sequence[Allocation]):
+    def __init__(self, program: ir.Program, block: int, history: History | None):
         self.findings: dict[Finding, None] = {}
         self.waits: tuple[str, ...] = ()
         self.used: dict[Sync, ir.Stmt] = {}
         self._program = program
-        self._history = History(program, memory)
+        self._history = history
         bodies = dict(_cores(program, block))
         places = ((core, pipe) for core in bodies for pipe in PIPES)
         self._numbers = {place: number for number, place in enumerate(places)}
@@ -274,6 +276,8 @@ class _Simulation:
 
     def _execute(self, core: Core, step: _Step) -> None:
         number, count = self._advance(core, step.pipe)
+        if self._history is None:
+            return
         clock = self._clocks[number]
         found = [(access, self._place(core, access)) for access in step.does.accesses]
         for access, place in found:

@@ -121,7 +121,9 @@ class _Finder:
             certain = certain and first is not None and first[0] == first[1]
         return self._access(region.buffer, ranges, write, certain)
 
-    def element(self, buffer: str, indices: tuple, env: Environment, write: bool, certain: bool = True):
+    def element(
+        self, buffer: str, indices: tuple[ir.Expr, ...], env: Environment, write: bool, certain: bool = True
+    ) -> tuple[Access, ...]:
         """The access to the elements that ``indices`` may name."""
         found = [intervals.bounds(index, env) for index in indices]
         ranges = [None if index is None else (index[0], index[1] + 1) for index in found]

@@ -272,7 +272,7 @@ class Copy:
     ``attrs`` may hold
 
     * ``transpose``: the source is read transposed in its last two dimensions;
-    * ``dual``: ``"rows"`` or ``"columns"``. The copy is done by, or for, the two vector units of a core. One side is the
+    * ``dual``: ``"rows"`` or ``"columns"``. The copy is done by, or for, a core's two vector units. One side is the
       full tile, in L0C, L1 or GM; the other, in the unified buffer, is half of it in the dimension that ``dual`` names
       (the last but one or the last; the only one of a vector, which counts as ``"columns"``), and vector unit ``u`` has
       half ``u`` of the tile. With ``double`` the *destination* is the full tile and the source region each unit's half;

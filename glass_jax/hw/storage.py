@@ -153,7 +153,7 @@ class Memory:
 def physical_shape(buffer: ir.Buffer) -> tuple[int, ...]:
     """The shape of a buffer whose row-major order is that of addresses.
 
-    Compact NZ keeps a matrix as columns of blocks of 32 bytes: column by column of blocks, each from the first row down.
+    Compact NZ keeps a matrix as columns of blocks of 32 bytes: column by column, each from the first row down.
     """
     if buffer.layout is None:
         return buffer.shape

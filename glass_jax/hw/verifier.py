@@ -41,7 +41,8 @@ def verify(
       The violations, by rule in the order of :data:`RULES`; empty if there are none.
     """
     subject = Subject(program, chip, memory_of(program, chip, memory), flags)
-    return [violation for rule in RULES for violation in rule.violations(subject)]
+    later = verify(program.next, chip) if program.next is not None else []
+    return [violation for rule in RULES for violation in rule.violations(subject)] + later
 
 
 def memory_of(program: ir.Program, chip: Chip, memory: Sequence[Allocation] | None) -> tuple[Allocation, ...]:

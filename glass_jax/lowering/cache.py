@@ -19,7 +19,7 @@ import threading
 import time
 
 from glass_jax import config, errors
-from glass_jax.hw import chips, memory, verifier
+from glass_jax.hw import chips, memory
 from glass_jax.hw import program as ir
 from glass_jax.lowering.artifact import Artifact, Kernel, from_json, to_json
 
@@ -148,6 +148,8 @@ def _makers_digest() -> str:
 
 def _show(kernel: Kernel, chip: chips.Chip, artifact: Artifact, how: str) -> None:
     lines = [f"kernel {kernel.name} for {chip.name}: {how}", f"  {kernel.describe(chip.name)}"]
+    from glass_jax.hw import verifier  # for debug output alone
+
     used = verifier.memory_of(artifact.program, chip, artifact.memory)
     lines.append(textwrap.indent(memory.memory_map(used, chip), "  "))
     print("glass: " + "\n".join(lines), file=sys.stderr, flush=True)

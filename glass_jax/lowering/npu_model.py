@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import jax
 
-from glass_jax.hw import chips, executor, verifier
 from glass_jax.lowering import artifact, cache
 
 
@@ -25,6 +24,9 @@ def call(
       OutOfOnChipMemoryError: the kernel's buffers do not fit ``chip``; the message shows the memory map.
       UnsupportedError: the kernel has a statement that the model does not run.
     """
+    # Loaded with the first kernel: most programs import the library and never run the model.
+    from glass_jax.hw import chips, executor, verifier
+
     made = cache.compile(kernel, chip)
     verifier.check_memory(made.program, chips.get(chip), made.memory)
     return executor.run(made.program, operands, kernel.outputs, inputs)

@@ -177,9 +177,9 @@ class _Runner:
         """Along one span, from one place to all: passes on what it received last, and keeps it."""
         spans, parts = [transfer.recv.spans[phase.along] for transfer in phase.transfers], len(phase.transfers)
         own = buffer.reshape(1, -1, parts, buffer.shape[1])
-        place = _along(phase.transfers[0].send.spans[phase.along], 0, self.rank)[0]
         messages = [own[:, :, part : part + 1] for part in range(parts)]
         if spans[0].extent == 2:
+            place, _ = _along(phase.transfers[0].send.spans[phase.along], 0, self.rank)
             other = jnp.concatenate(self._passed(phase, messages), axis=2)
             held = lax.cond(
                 place == 0, lambda *ab: jnp.concatenate(ab), lambda *ab: jnp.concatenate(ab[::-1]), own, other
@@ -193,8 +193,7 @@ class _Runner:
                 held = lax.dynamic_update_slice(held, message, (_along(span, t, self.rank)[0], 0, part, 0))
             return held, messages
 
-        held = jnp.zeros_like(own, shape=(spans[0].extent, *own.shape[1:]))
-        held = lax.dynamic_update_slice(held, own, (place, 0, 0, 0))
+        held = jnp.broadcast_to(own, (spans[0].extent, *own.shape[1:]))  # everywhere, of which one place is its own
         held, _ = lax.fori_loop(0, phase.repeat, step, (held, messages))
         return held.reshape(-1, buffer.shape[1])
 

@@ -34,14 +34,15 @@ class SimulatedMesh:
     """A mesh of any size, on one device.
 
     A program that is written for ``jax.shard_map`` runs on it unchanged, with the same bits in every collective of
-    ``glass_jax.sharding``; JAX's own collectives run as well, except that their sums may differ in the last bit. All ranks' arrays
-    must fit the memory together.
+    ``glass_jax.sharding``; JAX's own collectives run as well, except that their sums may differ in the last bit. All
+    ranks' arrays must fit the memory together.
 
     Args:
-      shape: extent of each named axis, the slowest to vary first, for example ``{"x": 1024}`` or ``{"node": 4, "device": 8}``.
+      shape: extent of each named axis, the slowest to vary first, for example ``{"x": 1024}`` or
+        ``{"node": 4, "device": 8}``.
       topology: the machine that profiles take times from: a name, a JSON file or a ``Topology``, see ``planner.plan``.
-      faults: ``SlowLink``, ``LossyLink`` and ``DeadRank``. A profile shows the first two; no value changes, since what is lost
-        is sent again. A collective that waits for a dead rank raises ``PeerFailureError`` when it is traced.
+      faults: ``SlowLink``, ``LossyLink`` and ``DeadRank``. A profile shows the first two; no value changes, since what
+        is lost is sent again. A collective that waits for a dead rank raises ``PeerFailureError`` when it is traced.
 
     Raises:
       CollectiveError: an extent is not positive, there is no such topology, or a fault is at no rank.
@@ -54,7 +55,7 @@ class SimulatedMesh:
     def __init__(self, shape: Mapping[str, int], *, topology: str | Topology = "910b", faults: Sequence[Fault] = ()):
         self.shape = dict(shape)
         if not self.shape or min(self.shape.values()) < 1:
-            raise errors.CollectiveError(f"SimulatedMesh({shape}): it needs at least one axis, and extents of at least 1")
+            raise errors.CollectiveError(f"SimulatedMesh({shape}): it needs at least one axis, and extents from 1 up")
         self._abstract = AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
         self.topology = topologies.get(topology)
         self.faults = Faults(faults, self.size)
@@ -129,7 +130,12 @@ class SimulatedMesh:
             for number, (leaf, spec) in enumerate(zip(leaves, specs, strict=True)):
                 self._check(spec, jnp.shape(leaf), f"array {number} of the arguments")
             on_devices = jax.shard_map(
-                f, mesh=self._abstract, in_specs=in_specs, out_specs=out_specs, axis_names=set(manual), check_vma=check_vma
+                f,
+                mesh=self._abstract,
+                in_specs=in_specs,
+                out_specs=out_specs,
+                axis_names=set(manual),
+                check_vma=check_vma,
             )
             with self._current():
                 results = jax.eval_shape(on_devices, *args)  # runs every check of jax.shard_map
@@ -140,7 +146,9 @@ class SimulatedMesh:
 
             for name in reversed(manual):
                 mapped = [0 if name in _axes_of(spec) else None for spec in specs]
-                run = jax.vmap(run, in_axes=(None if name != manual[-1] else 0, mapped), axis_name=name, axis_size=self.shape[name])
+                run = jax.vmap(
+                    run, in_axes=(None if name != manual[-1] else 0, mapped), axis_name=name, axis_size=self.shape[name]
+                )
             parts = [self._cut(jnp.asarray(leaf), spec, manual) for leaf, spec in zip(leaves, specs, strict=True)]
             with self._current():
                 stacked = run(jnp.zeros(self.shape[manual[-1]]), parts)
@@ -163,13 +171,15 @@ class SimulatedMesh:
         if unknown := [name for name in _axes_of(spec) if name not in self.shape]:
             raise errors.CollectiveError(f"{what}: its spec {spec} names {unknown[0]!r}, which is no axis of {self}")
         if len(spec) > len(shape):
-            raise errors.CollectiveError(f"{what}: its spec {spec} has {len(spec)} entries, and its shape {tuple(shape)} fewer")
+            raise errors.CollectiveError(
+                f"{what}: its spec {spec} has {len(spec)} entries, and its shape {tuple(shape)} fewer"
+            )
         for dim, entry in enumerate(spec):
             parts = math.prod(self.shape[name] for name in _names(entry))
             if shape[dim] % parts:
                 raise errors.CollectiveError(
-                    f"{what}, of shape {tuple(shape)}: dimension {dim}, {shape[dim]}, is to be cut into {parts} parts along "
-                    f"{entry!r}; pad it to {-(-shape[dim] // parts) * parts}"
+                    f"{what}, of shape {tuple(shape)}: dimension {dim}, {shape[dim]}, is to be cut into {parts} parts "
+                    f"along {entry!r}; pad it to {-(-shape[dim] // parts) * parts}"
                 )
 
     def _cut(self, x: jax.Array, spec: PartitionSpec, manual: Sequence[str]) -> jax.Array:

@@ -104,13 +104,59 @@ def test_a_block_does_not_see_what_the_block_before_it_left_on_chip():
     assert (out[0] == 1).all() and np.isnan(out[1]).all()
 
 
-def test_flags_that_depend_on_data_are_refused_with_their_line():
-    x, u = p.buffer("x", s.GM, (4,), "int32"), p.buffer("u", s.UB, (64,), "float32")
-    count = p.load(x, 0)
-    loop = ir.For(p.var("t"), p.const(0), count, "serial", (s.cross_wait(4, "V", 1),), loc="k.py:9")
-    program = p.program([x], [u], ir.Section("vector", (loop,)))
-    with pytest.raises(errors.UnsupportedError, match=r"k.py:9: how often the loop over t runs"):
-        executor.run(program, (np.zeros(4, np.int32),), ())
+def as_the_data_say(case):
+    """``case`` with as many tiles as an array says that it is given first."""
+    count = p.buffer("n", s.GM, (1,), "int32")
+
+    def change(statements):
+        new = []
+        for stmt in statements:
+            if isinstance(stmt, ir.Section):
+                stmt = dataclasses.replace(stmt, body=change(stmt.body))
+            elif isinstance(stmt, ir.For) and stmt.var.name in ("t", "s"):
+                stmt = dataclasses.replace(stmt, extent=p.load(count, 0))
+            new.append(stmt)
+        return tuple(new)
+
+    buffers = case.program.buffers | {"n": count}
+    body = change(case.program.body)
+    return dataclasses.replace(case.program, params=("n", *case.program.params), buffers=buffers, body=body)
+
+
+@pytest.mark.parametrize("case", [s.mixed_product(4, buffers=2), s.mixed_product(2)], ids=lambda case: case.name)
+def test_synchronization_may_depend_on_data(case):
+    program = as_the_data_say(case)
+    run = jax.jit(lambda *args: executor.run(program, args, (3,))[0])
+    for tiles in (2, 1, 0):
+        out, done = np.asarray(run(np.array([tiles], np.int32), *case.args)), 2 * s.TILE * tiles
+        np.testing.assert_allclose(out[:done], case.expected[:done], rtol=1e-4, atol=1e-4)
+        assert np.isnan(out[done:]).all()
+
+
+def test_branches_and_while_loops_that_depend_on_data():
+    """The vector units wait only if they are told; both count to n, in a while loop."""
+    n, y = p.buffer("n", s.GM, (2,), "int32"), p.buffer("y", s.GM, (2, 64), "float32")
+    u, c = p.buffer("u", s.UB, (64,), "float32"), p.buffer("c", s.L0C, (16, 16), "float32")
+    i, j = (p.buffer(name, ir.Space.SCALAR, (1,), "int32") for name in "ij")
+
+    def counting(counter, *body):
+        step = p.store(counter, (0,), p.op("add", p.load(counter, 0), 1))
+        loop = ir.While(p.op("lt", p.load(counter, 0), p.load(n, 0)), (*body, step))
+        return p.store(counter, (0,), p.const(0)), loop
+
+    told = p.op("ne", p.load(n, 1), 0)
+    cube = counting(i, ir.If(told, (s.cross_set(2, "S", 1),)))
+    wait = ir.If(told, (s.cross_wait(2, "V", 1),), (s.cross_wait(2, "V", 2),))
+    row = p.region(y, "sid", 0, extents=(1, 64))
+    vector = (*counting(j, wait), ir.Fill(p.region(u), p.const(3.0, "float32")), p.copy(p.region(u), row))
+    sections = ir.Section("cube", cube), ir.Section("vector", vector)
+    program = p.program([n, y], [u, c, i, j], *sections, units=2, unit="sid")
+
+    def run(*numbers):
+        return np.asarray(executor.run(program, (np.array(numbers, np.int32),), (1,))[0])
+
+    assert (run(3, 1) == 3).all() and (run(0, 0) == 3).all()
+    assert np.isnan(run(1, 0)).all()  # flag 2 is never set: the kernel never ends
 
 
 def test_a_value_that_changes_is_not_carried_over_a_flag():

@@ -135,7 +135,7 @@ class _Writer:
     # --- statements: lines of TileLang and lines of NumPy ---
 
     def statement(self) -> tuple[list[str], list[str]]:
-        kinds = ["parallel", "parallel", "copy", "reduce", "fill", "scalar"]
+        kinds = ["parallel", "parallel", "threads", "copy", "reduce", "fill", "scalar"]
         if self.depth < 2:
             kinds += ["loop", "branch"]
         return getattr(self, "_" + self.pick(*kinds))()
@@ -164,6 +164,28 @@ class _Writer:
         grid = f"i, j = np.ogrid[:{height}, :{width}]" if on != "w" else f"i = np.arange({height})"
         new = value.numpy if guard is None else f"np.where({guard.numpy}, {value.numpy}, {target})"
         return tile, [grid, f"{target} = {new}"]
+
+    def _threads(self) -> tuple[list[str], list[str]]:
+        """A thread for each row of a tile, which changes elements of its row, as many as it likes, one by one."""
+        on = self.pick(*TILES)
+        target = f"{on}[tx, (q * {self.number(0, 3)} + {self.number(0, 5)}) % {self.width}]"
+        value = self.value(("tx", "q"), (target,))
+        guard = self.condition(("tx", "q"), (target,))
+        extent = self.pick(str(self.number(1, 4)), f"tx % {self.number(1, 4)}", "n % 4")
+        stop = f"if q * {self.number(1, 3)} > tx + {self.number(0, 3)}:" if self.pick(True, False) else None
+
+        def lines(condition: str, new: str, leave: str) -> list[str]:
+            inner = [f"if {condition}:", f"    {target} = {new}"] + ([stop, f"    {leave}"] if stop else [])
+            return ["        " + line for line in inner]
+
+        tile = [
+            f"with T.SimtVF(threads={self.height}):",
+            "    tx = T.get_thread_binding()",
+            f"    for q in T.serial({extent}):",
+            *lines(guard.tile, value.tile, "T.loop_break()"),
+        ]
+        loops = [f"for tx in range({self.height}):", f"    for q in range({extent}):"]
+        return tile, [*loops, *lines(guard.numpy, value.numpy, "break")]
 
     def _copy(self) -> tuple[list[str], list[str]]:
         """A tile from or to an array, over its edges, or a row of a tile."""
@@ -250,7 +272,11 @@ class _Writer:
                         for i, j in T.Parallel({self.height}, {self.width}):
                             v[i, j] = T.cast(i * 3 - j, "{self.dtype}")
         """
-        last = f"T.copy(u, y[bx * {self.height} : bx * {self.height} + {self.height}, 0 : {self.width}])"
+        # What is in any of the buffers at the end shows in the result.
+        last = f"""with T.SimtVF(threads=32):
+    for i, j in T.Parallel({self.height}, {self.width}):
+        u[i, j] = u[i, j] * 3 + v[i, j] * 5 + w[i] * 7 + T.cast(n, "{self.dtype}")
+T.copy(u, y[bx * {self.height} : bx * {self.height} + {self.height}, 0 : {self.width}])"""
         tile_text = textwrap.dedent(head).rstrip() + "\n" + textwrap.indent("\n".join([*tile, last]), " " * 8) + "\n"
         of_y = f"y[bx * {self.height} : bx * {self.height} + {self.height}, 0 : {self.width}]"
         of_x = "x" + of_y[1:]
@@ -260,6 +286,7 @@ class _Writer:
             f"u[: {of_x}.shape[0], : {of_x}.shape[1]] = {of_x}",
             f"w, n = np.full({self.height}, 3, np.{self.dtype}), 1",
             *numpy,
+            f"u = u * 3 + v * 5 + w[:, None] * 7 + np.{self.dtype}(n)",
             f"{of_y} = u[: {of_y}.shape[0], : {of_y}.shape[1]]",
         ]
         numpy_head = f"import numpy as np\n\ndef kernel(x, p, y):\n    for bx in range({self.blocks}):\n"

@@ -241,3 +241,17 @@ def test_what_has_no_form_raises_with_its_place():
 
     with pytest.raises(errors.UnsupportedError, match=r"test_decode\.py:\d+: a copy with swizzle=3"):
         decode(swizzled)
+
+
+def test_parameters_of_one_type_object_are_refused():
+    shared = T.Tensor((8, 16), "float32")
+
+    @T.prim_func
+    def aliased(x: shared, y: shared):
+        with T.Kernel(1):
+            tile = T.alloc_shared((8, 16), "float32")
+            T.copy(x, tile)
+            T.copy(tile, y)
+
+    with pytest.raises(errors.HardwareConstraintError, match="with one T.Tensor object"):
+        decode(aliased)

@@ -7,6 +7,7 @@ import pytest
 import tilelang.ascend.language as T
 
 from glass_jax import errors
+from glass_jax.hw import program as ir
 from glass_jax.lowering.tilelang.decode import decode
 
 RNG = np.random.default_rng(4)
@@ -55,6 +56,20 @@ def test_a_shape_that_does_not_fit_the_others():
         npu.run(program, floats(16, 60), floats(20), np.float32(1), np.int32(1), outputs=(2,))
 
 
+def test_strides_that_a_call_decides():
+    """Arrays are dense: the variables of their strides have the values that follow from the shape."""
+    rows, stride = T.dynamic("rows"), T.dynamic("stride")
+
+    @T.prim_func
+    def kernel(x: T.StridedTensor((rows, 32), (stride, 1), "float32"), y: T.Tensor((rows, 32), "float32")):
+        with T.Kernel(rows) as bx, T.SimtVF(threads=32):
+            for j in T.Parallel(32):
+                y[bx, j] = x[bx, j] + T.cast(stride, "float32")
+
+    x = floats(5, 32)
+    np.testing.assert_array_equal(npu.run(kernel, x)[0], x + np.float32(32))
+
+
 def test_launches_one_after_the_other():
     """The second grid, of another size, reads what all blocks of the first wrote."""
 
@@ -79,6 +94,8 @@ def test_launches_one_after_the_other():
 
     program = decode(kernel)
     assert program.next.blocks == 2 and program.next.next is None
+    assert set(program.next.buffers) == {"x", "sums", "y", "tile_1", "everything"}
+    assert ir.from_json(ir.to_json(program)) == program
     x = floats(64, 32)
     sums, y = npu.run(program, x, outputs=(1, 2))
     np.testing.assert_allclose(sums, x.sum(1), rtol=1e-5, atol=1e-5)

@@ -92,7 +92,7 @@ def _compiled(subject: Subject) -> Findings:
     """The flags that the compiler inserted, which nobody has written and nobody can correct but by avoiding them."""
     if subject.flags is None or subject.program.manual:
         return
-    outcome = ordering.check(subject.flags)
+    outcome = ordering.check(subject.flags, accesses=False)
     found = [finding.message for finding in outcome.findings]
     found += [message for _, message, _ in _out_of_range(subject, outcome.used.items())]
     for message in found:

@@ -111,14 +111,17 @@ class Decoder(Scope):
         if self._unbound:
             raise errors.UnsupportedError(f"{self.where}: {self._unbound[0][0].name} uses variables that nothing binds")
         program = None
+        own = {buffer.name for launch in self._launches for buffer in launch.buffers} - set(self.states)
         for launch in reversed(self._launches):
+            others = own - {buffer.name for buffer in launch.buffers}
+            buffers = {name: buffer for name, buffer in self._declared.items() if name not in others}
             unit, units = launch.unit or (None, 2 if _is_mixed(launch.body, launch.buffers) else 1)
             body = (*self._scalars, *outside, *launch.body)
             manual = self._manual or any(isinstance(stmt, ir.Section) for stmt in ir.walk(body))
             program = ir.Program(
                 self._name,
                 params,
-                self._declared,
+                buffers,
                 launch.block,
                 launch.blocks,
                 body,
@@ -139,7 +142,13 @@ class Decoder(Scope):
 
     def _parameter(self, param: tirx.Var) -> str:
         if param in self._func.buffer_map:
-            return self._declare(self._func.buffer_map[param])
+            name = self._declare(self._func.buffer_map[param])
+            if (other := self._declared[name].storage) != name:
+                raise errors.HardwareConstraintError(
+                    f"{self.where}: parameters {other} and {param.name} are declared with one T.Tensor object, "
+                    "which makes them one array: give each its own"
+                )
+            return name
         # A scalar: one element in GM, read before anything else.
         name, dtype = self._unique(param.name), str(param.dtype)
         self._declared[name] = ir.Buffer(name, ir.Space.GM, (), dtype, name, loc=self.loc)

@@ -22,6 +22,9 @@ from glass_jax.lowering.tilelang.names import op_name, short
 
 _SECTIONS = {"CUBE": "cube", "VECTOR": "vector"}
 _WORK = {"SIMT_VF", "SIMD_VF"}  # regions, in which there are no flags
+# Functions of TileLang's device library that multiply from L1: which argument is the depth (the size of a part comes
+# two later), and which the number of the first lock.
+_PRODUCTS = {"ascend_gemm_l1": (4, 10), "ascend_blockscaled_gemm_l1": (6, 14)}
 _UNKNOWN = ir.Var("(known at run time)")
 
 
@@ -138,6 +141,16 @@ class _Skeleton:
         if isinstance(call, tirx.Call) and short(op_name(call)) in sync.WITHIN_CORE | sync.CROSS_CORE:
             arguments = (str(arg.value) if isinstance(arg, tirx.StringImm) else self._expr(arg) for arg in call.args)
             yield ir.Op(short(op_name(call)), tuple(arguments))
+        elif isinstance(call, tirx.Call) and short(op_name(call)) in _PRODUCTS:
+            yield from self._product(call, *_PRODUCTS[short(op_name(call))])
+
+    def _product(self, call: tirx.Call, depth: int, first_lock: int) -> Iterator[ir.Stmt]:
+        """The locks by which a product from L1 fills L0 and multiplies, part by part along K, two parts at a time."""
+        parts, first = int(call.args[depth]) // int(call.args[depth + 2]), int(call.args[first_lock])
+        for part in range(parts):
+            for pipe in ("PIPE_MTE1", "PIPE_M"):
+                for operation in ("ascend_get_buf", "ascend_rls_buf"):
+                    yield ir.Op(operation, (pipe, ir.Const(first + part % 2, "int32"), ir.Const(0, "int32")))
 
 
 _HANDLERS: dict[type, Callable[[_Skeleton, Any], Iterator[ir.Stmt]]] = {

@@ -147,6 +147,11 @@ class Scope:
         self._declared[name] = ir.Buffer(name, ir.Space.SCALAR, (1,), dtype, name, loc=self.loc)
         return name
 
+    @property
+    def states(self) -> tuple[str, ...]:
+        """The names of the buffers that :meth:`state` made."""
+        return tuple(self._states.values())
+
     def state(self, name: str, dtype: str, size: int) -> str:
         """The name of a buffer that each thread keeps the state of an operation in, declared when first asked for."""
         if name not in self._states:
