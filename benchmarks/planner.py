@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from benchmarks.measure import Report, Verdict
+from glass_jax import text
 from glass_jax.sharding import overlap_plan, planner, report, simulate
 from glass_jax.sharding import topology as topologies
 from glass_jax.sharding.network import Network
@@ -207,7 +208,7 @@ def main() -> None:
             cells.append(
                 (f"  {row.what}", f"{row.predicted:.4g}", f"{row.published:.4g}", row.unit, f"{row.ratio:.2f}")
             )
-    print(report.table(cells, left=(0, 3)))
+    print(text.table(cells, left=(0, 3)))
     print(f"\nnot compared ({len(rest)}):", *rest, sep="\n  ")
 
 

@@ -13,7 +13,7 @@ MODULES = build_file.modules(ROOT)
 LIBRARY = [module for module in MODULES if module.startswith("glass_jax/")]
 
 # A module imports from its own layer and from those before it. What is in none of these stands on top.
-LAYERS = ("errors", "hw", "config", "lowering", "primitives", "sharding")
+LAYERS = ("errors", "text", "hw", "config", "lowering", "primitives", "sharding")
 
 COMPILER = {"tilelang", "tvm", "torch"}
 PUBLIC = {"configure", "debug", "errors", "export", "gemm", "sharding", "tilelang_call", "verify"}

@@ -11,10 +11,10 @@ import platform
 import jax
 
 from glass_jax import config
-from glass_jax.cli.tables import table
 from glass_jax.hw import chips
 from glass_jax.hw.program import Space
 from glass_jax.lowering import cache
+from glass_jax.text import table
 
 SUMMARY = "Show versions, known chips, the kernel cache, devices and the configuration in force."
 
@@ -49,7 +49,7 @@ def _versions() -> str:
             rows.append((package, importlib.metadata.version(package)))
         except importlib.metadata.PackageNotFoundError:
             rows.append((package, f"not installed{_HINTS.get(package, '')}"))
-    return table(rows)
+    return table(rows, indent=2)
 
 
 def _size(nbytes: int | None) -> str:
@@ -79,19 +79,19 @@ def _chips() -> str:
                 "yes" if chip.has_generator else "no",
             )
         )
-    return table(rows, right=range(2, 6 + len(spaces)))
+    return table(rows, left=(0, 1, 6 + len(spaces)), indent=2)
 
 
 def _cache() -> str:
     folder = cache.cache_dir()
     files = list(folder.glob("*.json")) if folder.is_dir() else []
     total = sum(file.stat().st_size for file in files)
-    return table([("folder", str(folder)), ("kernels", str(len(files))), ("size", _size(total))])
+    return table([("folder", str(folder)), ("kernels", str(len(files))), ("size", _size(total))], indent=2)
 
 
 def _devices() -> str:
     rows = [(str(device.id), device.platform, device.device_kind) for device in jax.devices()]
-    return table([("id", "platform", "kind"), *rows])
+    return table([("id", "platform", "kind"), *rows], indent=2)
 
 
 def _configuration() -> str:
@@ -105,4 +105,4 @@ def _configuration() -> str:
             else f"default; set {variable} to change it"
         )
         rows.append((field.name, str(getattr(active, field.name)), origin))
-    return table(rows)
+    return table(rows, indent=2)

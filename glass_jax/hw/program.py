@@ -1,15 +1,14 @@
 """A kernel as plain data: what the NPU model executes, verifies and times.
 
 A :class:`Program` is the front-end form of a tile kernel, in the order it was written, with no reference to the
-compiler that produced it. Expressions and statements are frozen dataclasses; :func:`to_json` and :func:`from_json` are
-inverse to each other. Variable and buffer names are unique within a program.
+compiler that produced it. Expressions and statements are frozen dataclasses; ``serialization`` writes them as
+JSON. Variable and buffer names are unique within a program.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-import json
 import re
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -452,69 +451,3 @@ def subexpressions(node: Any) -> Iterator[Expr]:
         for field in dataclasses.fields(node):
             if field.name not in ("body", "then", "orelse") or not isinstance(node, _OUTER):
                 yield from subexpressions(getattr(node, field.name))
-
-
-# --- JSON ----------------------------------------------------------------------------------------------------------
-
-_NODES = {
-    cls.__name__: cls
-    for cls in (
-        Const, Var, Load, Binary, Cast, Select, Call, Address, Register, Buffer, Region,
-        For, While, If, Let, Store, Copy, Gemm, Fill, Simt, Simd, Section, Op, Program,
-    )
-}  # fmt: skip
-
-
-def _default(field: dataclasses.Field) -> Any:
-    """What a field left out of the text holds: its default, or an empty tuple."""
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return () if field.default is dataclasses.MISSING else field.default
-
-
-def _is_default(field: dataclasses.Field, value: Any) -> bool:
-    default = _default(field)
-    return type(value) is type(default) and value == default
-
-
-def _encode(value: Any) -> Any:
-    if isinstance(value, Space):
-        return {"@": "Space", "value": value.value}
-    if dataclasses.is_dataclass(value):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        kept = [f.name for f in dataclasses.fields(value) if not _is_default(f, fields[f.name])]
-        return {"@": type(value).__name__} | {name: _encode(fields[name]) for name in kept}
-    if isinstance(value, tuple):
-        return [_encode(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _encode(item) for key, item in value.items()}
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
-        return {"@": "float", "value": repr(value)}
-    return value
-
-
-def _decode(value: Any) -> Any:
-    if isinstance(value, list):
-        return tuple(_decode(item) for item in value)
-    if not isinstance(value, dict):
-        return value
-    tag = value.get("@")
-    fields = {key: _decode(item) for key, item in value.items() if key != "@"}
-    if tag == "Space":
-        return Space(fields["value"])
-    if tag == "float":
-        return float(fields["value"])
-    if tag is None:
-        return fields
-    cls = _NODES[tag]
-    return cls(**{field.name: _default(field) for field in dataclasses.fields(cls)} | fields)
-
-
-def to_json(program: Program) -> str:
-    """``program`` as JSON text, deterministic."""
-    return json.dumps(_encode(program), separators=(",", ":"), allow_nan=False)
-
-
-def from_json(text: str) -> Program:
-    """The program that :func:`to_json` wrote."""
-    return _decode(json.loads(text))

@@ -9,6 +9,7 @@ import json
 from typing import Any, Protocol
 
 from glass_jax.hw import program as ir
+from glass_jax.hw import serialization
 from glass_jax.hw.program import Allocation
 
 
@@ -101,8 +102,8 @@ class Artifact:
 def to_json(artifact: Artifact) -> str:
     """``artifact`` as JSON text."""
     fields = {field.name: getattr(artifact, field.name) for field in dataclasses.fields(artifact)}
-    fields["program"] = json.loads(ir.to_json(artifact.program))
-    fields["flags"] = None if artifact.flags is None else json.loads(ir.to_json(artifact.flags))
+    fields["program"] = json.loads(serialization.to_json(artifact.program))
+    fields["flags"] = None if artifact.flags is None else json.loads(serialization.to_json(artifact.flags))
     fields["arguments"] = [dataclasses.asdict(argument) for argument in artifact.arguments]
     fields["memory"] = [dataclasses.asdict(allocation) for allocation in artifact.memory]
     return json.dumps(fields)
@@ -115,9 +116,9 @@ def from_json(text: str) -> Artifact:
       ValueError, KeyError, TypeError, AttributeError: ``text`` is something else.
     """
     fields = json.loads(text)
-    fields["program"] = ir.from_json(json.dumps(fields["program"]))
+    fields["program"] = serialization.from_json(json.dumps(fields["program"]))
     flags = fields["flags"]
-    fields["flags"] = None if flags is None else ir.from_json(json.dumps(flags))
+    fields["flags"] = None if flags is None else serialization.from_json(json.dumps(flags))
     fields["arguments"] = tuple(Argument(**item | {"shape": tuple(item["shape"])}) for item in fields["arguments"])
     fields["memory"] = tuple(Allocation(**item | {"space": ir.Space(item["space"])}) for item in fields["memory"])
     order = fields["launch_order"]

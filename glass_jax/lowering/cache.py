@@ -19,7 +19,7 @@ import threading
 import time
 
 from glass_jax import config, errors
-from glass_jax.hw import chips, memory
+from glass_jax.hw import chips, memory, serialization
 from glass_jax.hw import program as ir
 from glass_jax.lowering.artifact import Artifact, Kernel, from_json, to_json
 
@@ -30,6 +30,7 @@ _MAKERS = (
     pathlib.Path(__file__),
     _HERE / "artifact.py",
     pathlib.Path(ir.__file__),
+    pathlib.Path(serialization.__file__),
     *sorted((_HERE / "tilelang").glob("*.py")),
 )
 

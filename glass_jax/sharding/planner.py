@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from glass_jax import errors
+from glass_jax import errors, text
 from glass_jax.sharding import algorithms, draw, report, simulate, timeline
 from glass_jax.sharding import topology as machines
 from glass_jax.sharding.network import Network
@@ -156,7 +156,7 @@ class Plan:
                     f"{busy:.0%}",
                 )
             )
-        return report.table(rows, left=(1, 9))
+        return text.table(rows, left=(1, 9))
 
     def why(self) -> str:
         """The chosen algorithm of each size and what speaks for it, then the algorithms that were left out and why."""

@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import io_callback
 
-from glass_jax import errors
+from glass_jax import errors, text
 from glass_jax.sharding import report, simulate
 
 if TYPE_CHECKING:
@@ -186,8 +186,8 @@ class Profile:
         for row in self.links()[:_SHOWN]:
             cells = (report.size(row["bytes"]), report.microseconds(row["seconds"]), _rate(row["bytes_per_second"]))
             links.append((f"{row['src']} -> {row['dst']}", str(row["messages"]), *cells, str(row["retries"])))
-        parts = [report.table(lines, left=(0, 1, 2, 10)), *notes]
-        return "\n".join([*parts, "", report.table(links)] if len(links) > 1 else parts)
+        parts = [text.table(lines, left=(0, 1, 2, 10)), *notes]
+        return "\n".join([*parts, "", text.table(links, left=(0,))] if len(links) > 1 else parts)
 
     def to_json(self) -> str:
         """:meth:`rows` and :meth:`links`, as JSON."""

@@ -1,4 +1,4 @@
-"""How plans and profiles print: tables, sizes and times in fitting units, and Chrome traces."""
+"""How plans and profiles print: sizes and times in fitting units, and Chrome traces."""
 
 from __future__ import annotations
 
@@ -6,26 +6,12 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Sequence
 from typing import Any
 
 from glass_jax import errors
 
 _UNITS = {"": 1, "B": 1, "K": 2**10, "KB": 10**3, "KIB": 2**10, "M": 2**20, "MB": 10**6, "MIB": 2**20}
 _UNITS |= {"G": 2**30, "GB": 10**9, "GIB": 2**30}
-
-
-def table(rows: Sequence[Sequence[str]], *, left: Sequence[int] = (0,)) -> str:
-    """``rows`` in columns as wide as they need, aligned to the right but for the columns numbered in ``left``."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if i in left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
 
 
 def size(nbytes: float) -> str:

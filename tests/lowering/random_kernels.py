@@ -86,7 +86,7 @@ class _Writer:
 
     def index(self, variables: tuple[str, ...], size: int) -> Expr:
         """An index below ``size``."""
-        name = self.pick(*variables, *self.scalars)
+        name = self.pick(*variables, *self.scalars, self.scalars[-1])
         kind = self.pick("plain", "shifted", "reversed", "scaled")
         inner = {
             "plain": name,
@@ -222,7 +222,7 @@ class _Writer:
     def _loop(self) -> tuple[list[str], list[str]]:
         name = f"k{len(self.scalars)}"
         extent = self.pick(str(self.number(0, 4)), "n % 3", f"{self.pick(*self.scalars)} % 2 + 1")
-        start = self.pick("0", "0", "2")
+        start = self.pick("0", "2", "n % 3")
         self.scalars.append(name)
         self.depth += 1
         tile, numpy = self.block()

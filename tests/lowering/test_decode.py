@@ -10,6 +10,7 @@ import tilelang.ascend.language as T
 
 from glass_jax import errors
 from glass_jax.hw import program as ir
+from glass_jax.hw import serialization
 from glass_jax.lowering.tilelang.decode import decode
 from glass_jax.lowering.tilelang.kernels.gemm import GemmKernel
 from glass_jax.lowering.tiling import GemmTiles
@@ -162,7 +163,7 @@ def test_names_are_unique_and_bound(name, request):
 @pytest.mark.parametrize("name", ["rows_program", "gemm_program"])
 def test_json_round_trip(name, request):
     program = request.getfixturevalue(name)
-    assert ir.from_json(ir.to_json(program)) == program
+    assert serialization.from_json(serialization.to_json(program)) == program
 
 
 def test_statements_know_their_line(rows_program):

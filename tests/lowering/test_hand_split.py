@@ -8,7 +8,7 @@ import tilelang
 import tilelang.ascend.language as T
 
 from glass_jax import errors, verification
-from glass_jax.hw import executor
+from glass_jax.hw import executor, serialization
 from glass_jax.hw import program as ir
 from glass_jax.lowering.tilelang import decode, user
 from glass_jax.primitives.tilelang_call import tilelang_call
@@ -117,7 +117,7 @@ def test_sections_become_the_programs_sections():
     sections = [stmt for stmt in ir.walk(program.body) if isinstance(stmt, ir.Section)]
     assert [section.core for section in sections] == ["cube", "vector"]
     assert program.manual and program.units == 2 and program.unit.name == "sid"
-    assert ir.from_json(ir.to_json(program)) == program
+    assert serialization.from_json(serialization.to_json(program)) == program
     assert all(stmt.loc for section in sections for stmt in ir.walk(section.body) if isinstance(stmt, ir.Op))
 
 
