@@ -1,4 +1,4 @@
-"""Set up before JAX starts: 8 host devices and a kernel cache beside the tests, shared by all workers of a run."""
+"""Set up before JAX starts: 16 host devices and a kernel cache beside the tests, shared by all workers of a run."""
 
 import os
 import pathlib
@@ -8,4 +8,4 @@ import jax
 _ROOT = pathlib.Path(__file__).parent.parent
 os.environ.setdefault("GLASS_CACHE_DIR", str(_ROOT / ".cache" / "kernels"))
 
-jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_num_cpu_devices", 16)

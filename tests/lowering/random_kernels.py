@@ -108,9 +108,10 @@ class _Writer:
             text = self.pick(*own)
             return Expr(text, text)
         if kind == "load":
-            others = [tile for tile in TILES if not any(text.startswith(tile) for text in own)]
+            # Not what the loop writes: another iteration might have written it already.
+            others = [tile for tile in (*TILES, "w") if not any(text.startswith(tile) for text in own)]
             i, j = self.index(variables, self.height), self.index(variables, self.width)
-            tile = self.pick(*(others or ["w"]), "w")
+            tile = self.pick(*others)
             text = f"w[{i.tile}]" if tile == "w" else f"{tile}[{i.tile}, {j.tile}]"
             return Expr(text, text)
         a, b = self.value(variables, own, depth - 1), self.value(variables, own, depth - 1)

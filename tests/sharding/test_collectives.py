@@ -48,7 +48,7 @@ def check(results: dict[str, np.ndarray], ranks: int) -> None:
             np.testing.assert_array_equal(result, np.broadcast_to(result[0], result.shape), err_msg=case)
 
 
-@pytest.mark.parametrize("ranks", range(1, 9))
+@pytest.mark.parametrize("ranks", [*range(1, 10), 12, 16])
 def test_on_devices(ranks):
     check(run_everything(on_devices({"x": ranks}), ranks, cases(ranks, xla=True)), ranks)
 
