@@ -33,6 +33,11 @@ def keywords(arguments: Sequence[str]) -> dict[str, Any]:
     return result
 
 
+def _is_function(value: Any) -> bool:
+    """Whether ``value`` is a function, also one that is wrapped, for example by ``functools.cache``."""
+    return inspect.isfunction(inspect.unwrap(value)) if callable(value) else False
+
+
 def load(file: str, name: str, arguments: dict[str, Any]) -> Any:
     """The TileLang kernel that ``name`` is in ``file``; a function is called with ``arguments`` to make one.
 
@@ -41,12 +46,10 @@ def load(file: str, name: str, arguments: dict[str, Any]) -> Any:
     """
     module = _module(pathlib.Path(file))
     if not hasattr(module, name):
-        own = sorted(
-            key for key, value in vars(module).items() if inspect.isfunction(value) or collect.is_tilelang(value)
-        )
+        own = sorted(key for key, value in vars(module).items() if _is_function(value) or collect.is_tilelang(value))
         raise errors.GlassError(f"{file} has no {name!r}; it has {', '.join(own) or 'nothing'}")
     value = getattr(module, name)
-    make = getattr(value, "get_tir", value if inspect.isfunction(value) else None)
+    make = getattr(value, "get_tir", value if _is_function(value) else None)
     if make is not None:
         call = f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
         value = _guarded(f"{file}: {call}", make, **arguments)

@@ -18,6 +18,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 SMALL = ("--m", "64", "--n", "48", "--k", "32")
 
 KERNELS = """
+import functools
+
 import tilelang
 import tilelang.ascend.language as T
 
@@ -35,6 +37,7 @@ def copy_rows(rows, columns, dtype="float32"):
 
 small = copy_rows(16, 64)
 jitted = tilelang.jit(out_idx=[-1])(copy_rows)
+cached = functools.cache(copy_rows)
 number = 3
 """
 
@@ -157,7 +160,7 @@ def test_kernel_of_a_file(capsys, kernels):
     assert "__global__" in run(capsys, "lower", f"{kernels}:small")[1]
 
 
-@pytest.mark.parametrize("name", ["copy_rows", "jitted"])
+@pytest.mark.parametrize("name", ["copy_rows", "jitted", "cached"])
 def test_kernel_with_arguments(capsys, kernels, name):
     code, out, _ = run(capsys, "lower", f"{kernels}:{name}", "rows=8", "--dry-run", "columns=32", "dtype=float16")
     assert code == 0
@@ -186,7 +189,7 @@ def test_violations_point_to_the_line(capsys, kernels):
         (("gemm", "--target", "950TD"), "unknown chip '950TD': did you mean 950DT?"),
         (("gemm", *SMALL, "--dtype", "int8", "--activation", "gelu"), "activation"),
         (("missing.py:f",), "missing.py"),
-        (("{file}:nothing",), "has no 'nothing'; it has copy_rows, jitted, small"),
+        (("{file}:nothing",), "has no 'nothing'; it has cached, copy_rows, jitted, small"),
         (("{file}:number",), "'number' is int"),
         (("{file}:small", "--m", "3"), "--m describe an operation"),
         (("{file}:copy_rows", "rows"), "'rows' is not key=value"),

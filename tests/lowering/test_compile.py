@@ -1,5 +1,6 @@
 """What TileLang makes of a kernel: the launch, the memory map against the generated source, and its refusals."""
 
+import importlib.util
 import re
 
 import pytest
@@ -188,3 +189,22 @@ def test_a_refusal_names_the_kernel_and_the_reason(capfd):
         errors.GlassError, match=r"test_compile\.py:\d+: TileLang refused kernel untransposed.*trans_B=True"
     ):
         cache.compile(user_kernel(untransposed), CHIP)
+
+
+def test_a_kernel_that_moved_in_its_file_names_its_new_lines(tmp_path):
+    """The text of a kernel does not say where it stands, so that a cached one would point to its old lines."""
+    text = (
+        "import tilelang.ascend.language as T\n@T.prim_func\n"
+        "def moved(x: T.Tensor((64,), 'float32'), y: T.Tensor((64,), 'float32')):\n    with T.Kernel(1) as bx:\n"
+        "        u = T.alloc_shared((64,), 'float32')\n        T.copy(x, u)\n        T.copy(u, y)\n"
+    )
+    found = []
+    for above in (0, 5):
+        path = tmp_path / f"kernel_{above}.py"
+        path.write_text("\n" * above + text)
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        made = cache.compile(user_kernel(module.moved), CHIP)
+        found.append([stmt.loc for stmt in ir.walk(made.program.body) if isinstance(stmt, ir.Copy)])
+    assert found == [[f"{tmp_path}/kernel_{above}.py:{line + above}" for line in (6, 7)] for above in (0, 5)]

@@ -7,6 +7,7 @@ from typing import Any
 
 import tilelang
 from tilelang import ir as tl_ir
+from tvm import tirx
 
 _PACKAGE = pathlib.Path(__file__).parents[3]  # the folder that holds glass_jax
 _TILELANG = pathlib.Path(tilelang.__file__).parent
@@ -22,6 +23,18 @@ def place(span: Any) -> str | None:
     if path.is_relative_to(_TILELANG):
         return None
     return f"{path.relative_to(_PACKAGE) if path.is_relative_to(_PACKAGE) else path}:{line}"
+
+
+def lines(func: tirx.PrimFunc) -> tuple[str, ...]:
+    """``file:line`` of every statement of a kernel that has one, in the order of a walk through it."""
+    found = []
+
+    def visit(node: Any) -> None:
+        if isinstance(node, tirx.Stmt):
+            found.append(place(tl_ir.get_stmt_span(node)))
+
+    tirx.stmt_functor.post_order_visit(func.body, visit)
+    return tuple(line for line in found if line is not None)
 
 
 def is_assertion(span: Any) -> bool:

@@ -13,7 +13,7 @@ from glass_jax.lowering.artifact import Argument
 
 @dataclasses.dataclass(frozen=True)
 class UserKernel:
-    """A kernel that exists as a PrimFunc. Equal to another if both print the same.
+    """A kernel that exists as a PrimFunc. Equal to another if both print the same and stand at the same place.
 
     Attributes:
       name: the kernel's name.
@@ -21,6 +21,7 @@ class UserKernel:
       arguments: the parameters.
       pass_configs: options of TileLang's passes, by name.
       text: the whole kernel in TileLang's script form.
+      lines: ``file:line`` of its statements, which messages about the kernel name.
       func: the PrimFunc.
     """
 
@@ -29,11 +30,12 @@ class UserKernel:
     arguments: tuple[Argument, ...]
     pass_configs: tuple[tuple[str, Any], ...]
     text: str = dataclasses.field(repr=False)
+    lines: tuple[str, ...] = dataclasses.field(repr=False)
     func: Any = dataclasses.field(repr=False, compare=False)
 
     def fingerprint(self, chip: str) -> str:
-        """The kernel's text and what it is compiled with; the same for every chip."""
-        return f"{self.name}\n{self.outputs}\n{self.pass_configs}\n{self.text}"
+        """The kernel's text, where it stands, and what it is compiled with; the same for every chip."""
+        return "\n".join([self.name, str(self.outputs), str(self.pass_configs), self.text, *self.lines])
 
     def describe(self, chip: str) -> str:
         """Says that the tiling is the user's."""
@@ -60,7 +62,7 @@ def user_kernel(func: Any, *args: Any, out_idx: Sequence[int] | int | None = Non
     """
     from tvm import tirx  # there already: the kernel was made with it
 
-    from glass_jax.lowering.tilelang import decode
+    from glass_jax.lowering.tilelang import decode, places
 
     pass_configs = {}
     if hasattr(func, "get_tir"):
@@ -87,7 +89,7 @@ def user_kernel(func: Any, *args: Any, out_idx: Sequence[int] | int | None = Non
     outputs = tuple(index % count for index in indices)
     arguments = tuple(_argument(func, position, position in outputs) for position in range(count))
     text = func.script(show_meta=True)
-    return UserKernel(name, outputs, arguments, tuple(sorted(pass_configs.items())), text, func)
+    return UserKernel(name, outputs, arguments, tuple(sorted(pass_configs.items())), text, places.lines(func), func)
 
 
 def _argument(func: Any, position: int, output: bool) -> Argument:
