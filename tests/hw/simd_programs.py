@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from glass_jax.hw import executor
+from glass_jax.hw import executor, serialization
 from glass_jax.hw import program as ir
 from glass_jax.hw.program import Space
 from tests.hw import programs
@@ -107,8 +107,8 @@ def run(body: Sequence[ir.Stmt], arrays: dict[str, np.ndarray], outputs: dict[st
     loads = [programs.copy(src, dst) for src, dst in zip(params, local, strict=True)]
     stores = [programs.copy(src, dst) for src, dst in zip(local[len(arrays) :], results, strict=True)]
     kernel = programs.program([*params, *results], [*local, *extra], *loads, ir.Simd(tuple(body)), *stores)
-    text = ir.to_json(kernel)
-    assert ir.to_json(ir.from_json(text)) == text
+    text = serialization.to_json(kernel)
+    assert serialization.to_json(serialization.from_json(text)) == text
     positions = tuple(range(len(params), len(params) + len(results)))
     run_kernel = jax.jit(lambda *args: executor.run(kernel, args, positions))
     return [np.asarray(x) for x in run_kernel(*map(jnp.asarray, all_arrays.values()))]

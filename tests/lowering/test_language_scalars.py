@@ -7,7 +7,7 @@ import pytest
 import tilelang.ascend.language as T
 
 from glass_jax import errors
-from glass_jax.hw import program as ir
+from glass_jax.hw import serialization
 from glass_jax.lowering.tilelang.decode import decode
 
 RNG = np.random.default_rng(4)
@@ -95,7 +95,7 @@ def test_launches_one_after_the_other():
     program = decode(kernel)
     assert program.next.blocks == 2 and program.next.next is None
     assert set(program.next.buffers) == {"x", "sums", "y", "tile_1", "everything"}
-    assert ir.from_json(ir.to_json(program)) == program
+    assert serialization.from_json(serialization.to_json(program)) == program
     x = floats(64, 32)
     sums, y = npu.run(program, x, outputs=(1, 2))
     np.testing.assert_allclose(sums, x.sum(1), rtol=1e-5, atol=1e-5)

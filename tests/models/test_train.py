@@ -99,7 +99,7 @@ def test_mesh_option_that_means_nothing(text):
 
 
 def test_more_devices_than_there_are():
-    with pytest.raises(ValueError, match=r"data=16,tensor=4 needs 64 devices and JAX has 8 \(cpu\)"):
+    with pytest.raises(ValueError, match=r"data=16,tensor=4 needs 64 devices and JAX has 16 \(cpu\)"):
         train.make_mesh((16, 4))
 
 
