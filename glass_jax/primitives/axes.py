@@ -1,8 +1,11 @@
-"""Mesh axes of operands: which ones a value varies over, and how a result is sharded."""
+"""Axes of operands: the mesh axes that a value varies over or is sharded over, and those that ``vmap`` adds."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 
@@ -26,3 +29,8 @@ def vary_alike(*operands: jax.Array) -> list[jax.Array]:
 def is_sharded(aval: jax.core.ShapedArray) -> bool:
     """Whether the type itself says how the array is sharded, as it does where mesh axes are Explicit."""
     return any(entry is not None for entry in aval.sharding.spec)
+
+
+def lead(operands: Sequence[jax.Array], dims: Sequence[int | None]) -> list[jax.Array]:
+    """``operands`` of a batching rule with the mapped dimension first, of size 1 where an operand is not mapped."""
+    return [x[None] if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(operands, dims, strict=True)]

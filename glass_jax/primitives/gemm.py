@@ -16,11 +16,10 @@ import numpy as np
 from jax import lax
 from jax.interpreters import ad
 
-from glass_jax import config, errors
+from glass_jax import errors
 from glass_jax.lowering.tiled import gemm as tiled
 from glass_jax.lowering.xla import gemm as formula
-from glass_jax.primitives import axes
-from glass_jax.primitives.operation import Operation
+from glass_jax.primitives import axes, operation
 
 ACTIVATIONS = (None, "relu", "gelu", "silu")
 _FLOAT8 = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
@@ -28,17 +27,14 @@ _FLOATS = tuple(map(jnp.dtype, (jnp.float64, jnp.float32, jnp.float16, jnp.bfloa
 _OPERANDS = (*_FLOATS, *_FLOAT8, jnp.dtype(jnp.int8))
 
 
-@dataclasses.dataclass(frozen=True)
-class Params:
-    """Static parameters of the primitive; see :func:`glass_jax.lowering.xla.gemm.gemm` for the first four."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Params(operation.Params):
+    """Static parameters of the primitive; see :func:`glass_jax.lowering.xla.gemm.gemm`."""
 
     out_dtype: jnp.dtype
     transpose_lhs: bool = False
     transpose_rhs: bool = False
     activation: str | None = None
-    implementation: str | None = None
-    chip: str = "950DT"
-    alignment: str = "pad"
 
     @property
     def statics(self) -> dict:
@@ -117,16 +113,7 @@ def gemm(
     if bias is not None:
         operands.append(_with_rank(_checked_bias(jnp.asarray(bias), dtype, batch, n), len(batch) + 1))
 
-    options = config.current()
-    config.check_implementation(implementation)
-    params = Params(
-        out_dtype=out_dtype,
-        transpose_rhs=transpose_rhs,
-        activation=activation,
-        implementation=implementation or options.implementation,
-        chip=options.chip,
-        alignment=options.alignment,
-    )
+    params = Params.chosen(implementation, out_dtype=out_dtype, transpose_rhs=transpose_rhs, activation=activation)
     return GEMM.bind(*operands, params=params)
 
 
@@ -292,10 +279,9 @@ def _sum_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _batch(operands, dims, *, params: Params):
-    moved = [x[None] if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(operands, dims, strict=True)]
-    size = next(x.shape[0] for x, dim in zip(moved, dims, strict=True) if dim is not None)
+    moved = axes.lead(operands, dims)
     if dims[0] is None and dims[1] is None:  # only the bias is mapped over
-        moved[0] = jnp.broadcast_to(moved[0], (size, *moved[0].shape[1:]))
+        moved[0] = jnp.broadcast_to(moved[0], (moved[2].shape[0], *moved[0].shape[1:]))
     return GEMM.bind(*moved, params=params), 0
 
 
@@ -306,7 +292,7 @@ def _formula(*operands, params: Params, explicit: jax.NamedSharding | None) -> j
     return formula.gemm(*operands, out_sharding=explicit, **params.statics)
 
 
-GEMM = Operation(
+GEMM = operation.Operation(
     "gemm",
     abstract_eval=_abstract_eval,
     formula=_formula,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -13,32 +13,63 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import ClosedJaxpr, Primitive
 from jax.interpreters import ad, batching, mlir
 
-from glass_jax.lowering.tiled import common
+from glass_jax import config, errors
+from glass_jax.lowering import partition
 from glass_jax.primitives import axes
 
 
-class Params(Protocol):
-    """Static parameters of an operation: a frozen dataclass with at least these."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Params:
+    """Static parameters that every operation has; its own are fields of a subclass.
 
-    implementation: str | None
-    chip: str
-    alignment: str
+    Attributes:
+      implementation: ``"xla"``, ``"npu_model"``, ``"ascend"`` or None: the platform's.
+      chip: the chip that tiles are chosen for.
+      alignment: ``"pad"`` or ``"strict"``.
+    """
+
+    implementation: str | None = None
+    chip: str = "950DT"
+    alignment: str = "pad"
+
+    @classmethod
+    def chosen(cls, implementation: str | None, **statics: Any) -> Self:
+        """The parameters of a call: ``implementation`` if the caller named one, the rest from ``glass.configure``.
+
+        Raises:
+          ValueError: there is no such implementation.
+        """
+        options = config.current()
+        config.check_implementation(implementation)
+        return cls(
+            implementation=implementation or options.implementation,
+            chip=options.chip,
+            alignment=options.alignment,
+            **statics,
+        )
 
 
 class Operation:
-    """A JAX primitive with one result and all its rules.
+    """A JAX primitive and all its rules.
 
-    Every rule takes the static parameters as one keyword, ``params``.
+    Every rule takes the static parameters as one keyword, ``params``. A rule that returns one array returns a tuple of
+    arrays if the operation has several results.
 
     Args:
       name: the operation's public name; its primitive is ``glass_<name>``.
-      abstract_eval: ``(*avals, params) -> aval``, after every check that shapes and dtypes allow.
-      formula: ``(*operands, params, explicit) -> array``, the implementation ``"xla"``; ``explicit`` is the sharding of
-        the result if mesh axes are Explicit, else None.
-      tiled: ``(*operands, params, split) -> array``, the implementations that run the tile kernel: ``"npu_model"`` and
-        ``"ascend"``, told apart by ``params.implementation``.
-      batch: rule of ``vmap``.
-      jvp: rule of forward differentiation, or None.
+      abstract_eval: ``(*avals, params) -> jax.ShapeDtypeStruct``, after every check that shapes and dtypes allow. With
+        ``dimensions`` the results' sharding is added; without them the rule returns complete abstract values.
+      formula: ``(*operands, params) -> array``, the implementation ``"xla"``. Without ``dimensions`` it also takes
+        ``explicit``, the sharding that the result must have if mesh axes are Explicit, else None.
+      tiled: ``(*operands, params) -> array``, the implementations that run the tile kernel: ``"npu_model"`` and
+        ``"ascend"``, told apart by ``params.implementation``. Without ``dimensions`` it also takes ``split`` and splits
+        itself over the mesh.
+      batch: rule of ``vmap``, ``(operands, dims, params) -> (array, dim)``.
+      dimensions: ``(*avals, params) -> partition.Dimensions``: how both implementations are split over a mesh.
+      multiple_results: whether the operation has several results.
+      derivative: ``(*operands, params) -> array``, the operation in JAX that has derivatives. They become the
+        operation's; the value stays the implementation's.
+      jvp: rule of forward differentiation, where ``derivative`` does not serve.
       transpose: rule of reverse differentiation of the linear part, or None.
     """
 
@@ -50,15 +81,21 @@ class Operation:
         formula: Callable,
         tiled: Callable,
         batch: Callable,
+        dimensions: Callable[..., partition.Dimensions] | None = None,
+        multiple_results: bool = False,
+        derivative: Callable | None = None,
         jvp: Callable | None = None,
         transpose: Callable | None = None,
     ):
         self.name = name
-        self._formula, self._tiled = formula, tiled
+        self._abstract_eval, self._formula, self._tiled, self._dimensions = abstract_eval, formula, tiled, dimensions
         self.primitive = p = Primitive(f"glass_{name}")
+        p.multiple_results = multiple_results
         p.def_impl(jax.jit(functools.partial(_rebind, p), static_argnames=("params", "devices")))
-        p.def_abstract_eval(_without_devices(abstract_eval))
+        p.def_abstract_eval(_without_devices(abstract_eval if dimensions is None else self._abstract))
         batching.primitive_batchers[p] = _without_devices(batch)
+        if derivative is not None:
+            jvp = functools.partial(self._differentiate, derivative)
         if jvp is not None:
             ad.primitive_jvps[p] = _without_devices(jvp)
         if transpose is not None:
@@ -66,24 +103,63 @@ class Operation:
         mlir.register_lowering(p, functools.partial(self._lower, default="xla"))
         mlir.register_lowering(p, functools.partial(self._lower, default="ascend"), platform="ascend")
 
-    def bind(self, *operands: jax.Array, params: Params) -> jax.Array:
+    def bind(self, *operands: jax.Array, params: Params) -> Any:
         """Applies the operation to operands that vary over the same manual mesh axes, made so where they do not."""
-        devices = _asks_for_devices() if params.implementation == "npu_model" else None
-        return self.primitive.bind(*axes.vary_alike(*operands), params=params, devices=devices)
+        devices = _asks_for_devices() if self._dimensions or params.implementation == "npu_model" else None
+        out = self.primitive.bind(*axes.vary_alike(*operands), params=params, devices=devices)
+        return tuple(out) if self.primitive.multiple_results else out
+
+    def _abstract(self, *avals, params: Any):
+        """The abstract results: over Explicit axes sharded by the operation's dimensions, varying as operands do."""
+        types = jax.tree.leaves(self._abstract_eval(*avals, params=params))
+        if params.implementation in ("npu_model", "ascend"):
+            _check_float64(self.name, params.implementation, *avals, *types)
+        _, specs = self._dimensions(*avals, params=params).specs(*(aval.sharding.spec for aval in avals))
+        mesh = next((aval.sharding.mesh for aval in avals if not aval.sharding.mesh.empty), avals[0].sharding.mesh)
+        results = [
+            avals[0].update(shape=t.shape, dtype=t.dtype, weak_type=False, sharding=jax.NamedSharding(mesh, spec))
+            for t, spec in zip(types, specs, strict=True)
+        ]
+        return results if self.primitive.multiple_results else results[0]
+
+    def _differentiate(self, derivative: Callable, primals, tangents, *, params: Any):
+        """``jvp`` from a differentiable form of the operation; its value is dead code there."""
+        out = self.bind(*primals, params=params)
+        moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero) and t.dtype != jax.dtypes.float0]
+
+        def of_moving(*values):
+            operands = list(primals)
+            for position, value in zip(moving, values, strict=True):
+                operands[position] = value
+            return derivative(*operands, params=params)
+
+        if not moving:
+            return out, jax.tree.map(lambda x: ad.Zero(jax.typeof(x).to_tangent_aval()), out)
+        _, out_dot = jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
+        return out, out_dot
 
     def _lower(self, ctx: mlir.LoweringRuleContext, *operands, params: Any, devices: object, default: str):
         implementation = params.implementation or default
-        if implementation == "xla":
+        split = partition.split_of(ctx)
+        partition.check_ascend(self.name, implementation, default, split)
+        chosen = self._formula if implementation == "xla" else self._tiled
+        fn = functools.partial(chosen, params=dataclasses.replace(params, implementation=implementation))
+        if self._dimensions is not None:
+            dimensions = self._dimensions(*ctx.avals_in, params=params)
+            fn = functools.partial(partition.over_mesh, fn, dimensions, split)
+        elif implementation == "xla":
             explicit = any(axes.is_sharded(aval) for aval in ctx.avals_in)
-            sharding = ctx.avals_out[0].sharding if explicit else None
-            fn = functools.partial(self._formula, params=params, explicit=sharding)
+            fn = functools.partial(fn, explicit=ctx.avals_out[0].sharding if explicit else None)
         else:
-            split = common.split_of(ctx)
-            common.check_ascend(self.name, implementation, default, split)
-            fn = functools.partial(
-                self._tiled, params=dataclasses.replace(params, implementation=implementation), split=split
-            )
-        return mlir.lower_fun(fn, multiple_results=False)(ctx, *operands)
+            fn = functools.partial(fn, split=split)
+        return mlir.lower_fun(fn, multiple_results=self.primitive.multiple_results)(ctx, *operands)
+
+
+def _check_float64(name: str, implementation: str, *avals) -> None:
+    if any(aval.dtype == jnp.float64 for aval in avals):
+        raise errors.UnsupportedError(
+            f"{name}: the NPU computes no float64 ({implementation=}): cast to float32, or use implementation='xla'"
+        )
 
 
 def _rebind(primitive: Primitive, *operands, params, devices):

@@ -14,7 +14,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from glass_jax import config, errors
-from glass_jax.lowering import artifact, npu_model
+from glass_jax.lowering import artifact, npu_model, partition
 from glass_jax.lowering.tiled import common
 from glass_jax.primitives import axes
 
@@ -179,7 +179,7 @@ def _lowering(default: str) -> mlir.LoweringRule:
             raise errors.UnsupportedError(
                 f'kernel {params.kernel.name} has no formula for implementation="xla"; use "npu_model" or "ascend"'
             )
-        common.check_ascend(f"kernel {params.kernel.name}", implementation, default, common.split_of(ctx))
+        partition.check_ascend(f"kernel {params.kernel.name}", implementation, default, partition.split_of(ctx))
         if implementation == "npu_model":
             run = functools.partial(npu_model.call, params.kernel, chip=params.chip, inputs=params.inputs)
             return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)

@@ -9,17 +9,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from glass_jax import errors
+from glass_jax.lowering import partition
 from glass_jax.lowering.tiled import common
 from glass_jax.lowering.tilelang.kernels import gemm as kernels
 from glass_jax.lowering.xla import gemm as formula
 
 
-def gemm(lhs: jax.Array, rhs: jax.Array, *bias: jax.Array, params, split: common.Split) -> jax.Array:
+def gemm(lhs: jax.Array, rhs: jax.Array, *bias: jax.Array, params, split: partition.Split) -> jax.Array:
     """``activation(lhs @ rhs + bias)`` by the kernel; operands and ``params`` as in ``primitives.gemm``."""
     if all(size > 0 for size in (*lhs.shape, *rhs.shape)):
         local, parts = partial(_local, params=params), partial(_parts, params=params)
-        return common.partitioned(local, _rule(lhs, rhs, bias, params), parts, split, lhs, rhs, *bias)
+        return partition.partitioned(local, _rule(lhs, rhs, bias, params), parts, split, lhs, rhs, *bias)
     # Nothing to multiply, so no kernel: the result is empty, or its K is 0 and it is activation(bias).
     return formula.gemm(lhs, rhs, *bias, **params.statics)
 
@@ -43,23 +43,19 @@ def _rule(lhs, rhs, bias, params) -> str:
     return f"{', '.join(terms)} -> {names('b', batch, 'mn')}"
 
 
-def _axes(entry) -> tuple[str, ...]:
-    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-
-
-def _parts(lhs: common.Sharded, rhs: common.Sharded, *rest: common.Sharded, params) -> common.Parts:
+def _parts(lhs: partition.Sharded, rhs: partition.Sharded, *rest: partition.Sharded, params) -> partition.Parts:
     """What one device computes: its block of the result, K summed over the axes that shard it."""
     *bias, out = rest
     m_dim, k_lhs = (-1, -2) if params.transpose_lhs else (-2, -1)
     n_dim, k_rhs = (-2, -1) if params.transpose_rhs else (-1, -2)
     k = lhs.spec[k_lhs] if lhs.spec[k_lhs] is not None else rhs.spec[k_rhs]
-    used = set(_axes(k))
+    used = set(partition.axes(k))
 
     def free(*candidates):
         """The first candidate whose axes nothing else uses: an axis can shard one dimension only."""
         for entry in candidates:
-            if entry is not None and used.isdisjoint(_axes(entry)):
-                used.update(_axes(entry))
+            if entry is not None and used.isdisjoint(partition.axes(entry)):
+                used.update(partition.axes(entry))
                 return entry
         return None
 
@@ -81,11 +77,11 @@ def _parts(lhs: common.Sharded, rhs: common.Sharded, *rest: common.Sharded, para
             return _local(left, right, *row, params=params)
         accumulator = formula.accumulator(left.dtype)
         part = _local(left, right, params=dataclasses.replace(params, activation=None, out_dtype=accumulator))
-        total = lax.psum(part, _axes(k))
+        total = lax.psum(part, partition.axes(k))
         total = total + jnp.expand_dims(row[0], -2) if row else total
         return formula.activate(total, params.activation).astype(params.out_dtype)
 
-    return common.Parts(local, jax.P(*batch, m, n), operand_specs)
+    return partition.Parts(local, jax.P(*batch, m, n), operand_specs)
 
 
 # --- on one device -------------------------------------------------------------------------------------------------
@@ -93,13 +89,7 @@ def _parts(lhs: common.Sharded, rhs: common.Sharded, *rest: common.Sharded, para
 
 def check_alignment(m: int, n: int, k: int, lhs_dtype, rhs_dtype, params) -> None:
     """Raises HardwareConstraintError unless the hardware takes M, N and K without padding."""
-    multiples = _alignment(lhs_dtype, rhs_dtype, params)
-    for name, size in (("m", m), ("n", n), ("k", k)):
-        if size % multiples[name]:
-            raise errors.HardwareConstraintError(
-                f"gemm: {name.upper()} is {size}, not a multiple of {multiples[name]} (rows of 32 bytes); the next "
-                f'valid size is {common.next_multiple(size, multiples[name])}. Use alignment="pad" to have it padded'
-            )
+    common.check_aligned("gemm", {"m": m, "n": n, "k": k}, _alignment(lhs_dtype, rhs_dtype, params))
 
 
 def _alignment(lhs_dtype, rhs_dtype, params) -> dict[str, int]:

@@ -1,0 +1,1 @@
+"""Shapes of real models, by operation: what tests verify and benchmarks time."""

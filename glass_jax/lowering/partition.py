@@ -1,0 +1,191 @@
+"""An operation over a mesh: what each device computes of it, however the program says how arrays are spread."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.interpreters import mlir
+
+from glass_jax import errors
+
+
+def axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes that one entry of a PartitionSpec names."""
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+
+class Sharded(NamedTuple):
+    """The shape of a whole array and how it is sharded, one entry a dimension."""
+
+    shape: tuple[int, ...]
+    spec: jax.P
+
+
+class Parts(NamedTuple):
+    """What one device computes, and how the operands and the result must be sharded for it.
+
+    Attributes:
+      local: the operation on one device's shards; it may use collectives over mesh axes.
+      result: spec of the result, or a tuple of one for each.
+      operands: spec of each operand.
+    """
+
+    local: Callable[..., Any]
+    result: jax.P | tuple[jax.P, ...]
+    operands: tuple[jax.P, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Dimensions:
+    """The dimensions of an operation's operands and results, by name.
+
+    Attributes:
+      rule: in Shardy's notation, for example ``"b s h d, p g d, b n, b -> b s h v, b h s"``.
+      parallel: those that devices may share out, for example ``"b h"``: the operation on a part is the operation
+        itself, without communication. Every device has the whole of all others.
+    """
+
+    rule: str
+    parallel: str
+
+    @property
+    def operands(self) -> list[list[str]]:
+        """Names of each operand's dimensions."""
+        return [term.split() for term in self.rule.partition("->")[0].split(",")]
+
+    @property
+    def results(self) -> list[list[str]]:
+        """Names of each result's dimensions."""
+        return [term.split() for term in self.rule.partition("->")[2].split(",")]
+
+    def specs(self, *given: Sequence) -> tuple[tuple[jax.P, ...], tuple[jax.P, ...]]:
+        """How operands and results are to be sharded.
+
+        Args:
+          *given: the spec that each operand has; those that the results are wanted in may follow.
+
+        Returns:
+          The operands' specs and the results'. A parallel dimension is sharded as the first array that shards it has
+          it, unless another dimension has taken one of its mesh axes.
+        """
+        terms = [*self.operands, *self.results]
+        taken: set[str] = set()
+        chosen: dict[str, Any] = {}
+        for names, spec in zip(terms, given, strict=False):
+            for name, entry in zip(names, spec, strict=False):
+                free = name in self.parallel.split() and name not in chosen and taken.isdisjoint(axes(entry))
+                if free and entry is not None:
+                    chosen[name] = entry
+                    taken.update(axes(entry))
+        specs = [jax.P(*map(chosen.get, names)) for names in terms]
+        return tuple(specs[: len(self.operands)]), tuple(specs[len(self.operands) :])
+
+
+class Split(enum.Enum):
+    """How a lowering learns over which devices its operands are spread."""
+
+    NONE = "one device, or inside shard_map: the operands are all there is"
+    TYPES = "Explicit mesh axes: the types of the operands tell"
+    PROPAGATED = "Auto mesh axes: XLA decides, and tells when it partitions the program"
+
+
+def split_of(ctx: mlir.LoweringRuleContext) -> Split:
+    """How the operation that ``ctx`` lowers is split."""
+    if any(entry is not None for aval in ctx.avals_in for entry in aval.sharding.spec):
+        return Split.TYPES
+    axis_context = ctx.module_context.axis_context
+    if isinstance(axis_context, mlir.SPMDAxisContext):
+        manual = set(axis_context.manual_axes) == set(axis_context.mesh.axis_names)
+        return Split.NONE if manual else Split.PROPAGATED
+    return Split.PROPAGATED if axis_context.num_devices > 1 else Split.NONE
+
+
+def check_ascend(name: str, implementation: str, platform_default: str, split: Split) -> None:
+    """Raises UnsupportedError if ``implementation`` is ``"ascend"`` and cannot be lowered here.
+
+    Args:
+      name: the operation, for the message.
+      implementation: what was asked for.
+      platform_default: the default implementation of the platform that is being lowered for.
+      split: how the operands are spread over devices.
+    """
+    if implementation != "ascend":
+        return
+    if platform_default != "ascend":
+        raise errors.UnsupportedError(
+            f'{name}: implementation="ascend" runs on an Ascend NPU only. Lower it for one with glass.export(fn, '
+            '*args, path=...), or run the same kernel here with implementation="npu_model"'
+        )
+    if split is Split.PROPAGATED:
+        raise errors.UnsupportedError(
+            f"{name}: XLA cannot split an Ascend kernel over a mesh with Auto axes. Use a mesh with Explicit axes, or "
+            "jax.shard_map, so that the program itself says what each device computes"
+        )
+
+
+def partitioned(
+    fn: Callable[..., Any], rule: str, parts: Callable[..., Parts], split: Split, *operands: jax.Array
+) -> Any:
+    """``fn(*operands)``, each device computing its part.
+
+    Args:
+      fn: the operation on whole arrays.
+      rule: its dimensions in Shardy's notation, for example ``"b m k, k n -> b m n"``, by which shardings propagate.
+      parts: from a :class:`Sharded` of each operand and of each result, what one device does.
+      split: how the operands' shardings are known.
+      operands: the arrays.
+    """
+    if split is Split.NONE:
+        return fn(*operands)
+    if split is Split.TYPES:
+        results = jax.tree.leaves(jax.eval_shape(fn, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands)))
+        types = [jax.typeof(x) for x in operands]
+        part = parts(
+            *(Sharded(t.shape, t.sharding.spec) for t in types),
+            *(Sharded(result.shape, jax.P(*(None,) * result.ndim)) for result in results),
+        )
+        mesh = next(t.sharding.mesh for t in types if not t.sharding.mesh.empty)
+        resharded = [
+            jax.sharding.reshard(x, jax.NamedSharding(mesh, spec))
+            for x, spec in zip(operands, part.operands, strict=True)
+        ]
+        # The all-reduce of a sharded K makes the result invariant; check_vma would need it proven for every callee.
+        return jax.shard_map(part.local, mesh=mesh, in_specs=part.operands, out_specs=part.result, check_vma=False)(
+            *resharded
+        )
+
+    def partition(mesh, operand_shapes, result_shape):
+        part = parts(*map(_sharded, (*operand_shapes, *jax.tree.leaves(result_shape))))
+        results, shardings = jax.tree.map(
+            partial(jax.NamedSharding, mesh), (part.result, part.operands), is_leaf=_is_spec
+        )
+        return mesh, part.local, results, shardings
+
+    call = custom_partitioning(lambda *args: fn(*args))  # it wants a plain positional signature
+    call.def_partition(partition=partition, sharding_rule=rule)
+    return call(*operands)
+
+
+def _sharded(x: jax.ShapeDtypeStruct) -> Sharded:
+    spec = tuple(x.sharding.spec)
+    return Sharded(x.shape, jax.P(*spec, *(None,) * (len(x.shape) - len(spec))))
+
+
+def over_mesh(fn: Callable[..., Any], dimensions: Dimensions, split: Split, *operands: jax.Array) -> Any:
+    """``fn(*operands)``, an operation that every device does on its part of the parallel dimensions."""
+
+    def parts(*sharded: Sharded) -> Parts:
+        operand_specs, results = dimensions.specs(*(x.spec for x in sharded))
+        return Parts(fn, results if len(results) > 1 else results[0], operand_specs)
+
+    return partitioned(fn, dimensions.rule, parts, split, *operands)
+
+
+def _is_spec(x: object) -> bool:
+    return isinstance(x, jax.P)
