@@ -45,6 +45,7 @@ def outputs(processes: int, devices: int) -> list[str]:
 def test_processes_agree_with_numpy_and_with_a_simulation(processes, devices):
     for out in outputs(processes, devices):
         assert "6 collectives agree" in out, out
+        assert "expert parallelism agrees" in out, out
         assert "shapes: processes 0 and 1 are about to run different programs: process 0 has 0: float32[4], " in out, (
             out
         )
