@@ -31,7 +31,8 @@ def run_copy(machine: Machine, copy: ir.Copy, live: frozenset[str]) -> None:
     """Executes a copy.
 
     What lies beyond the end of a GM array is not transferred: a tile in L1 gets zeros there, as the generated code
-    fills them in; a tile in another memory keeps what it held.
+    fills them in; a tile in another memory keeps what it held. Beyond an extent that is known only when the kernel runs
+    every tile does: the generated code copies that much and fills nothing.
     """
     if unknown := sorted(set(copy.attrs) - _UNDERSTOOD):
         raise UnsupportedError(f"the NPU model does not run copies with {', '.join(unknown)} yet")
@@ -61,8 +62,7 @@ def run_copy(machine: Machine, copy: ir.Copy, live: frozenset[str]) -> None:
     if copy.attrs.get("pad") is not None:
         tile, mask, target = _padded(machine, copy, tile, mask)
     if mask is not None:
-        outside = np.zeros((), tile.dtype) if dst.space == Space.L1 else read_region(machine, target)
-        tile = jnp.where(mask, tile, outside)
+        tile = jnp.where(mask, tile, read_region(machine, target))
     if copy.attrs.get("atomic"):
         joined = JOINS[copy.attrs["atomic"]].pair(read_region(machine, target), tile)
         condition = expressions.value(machine, copy.attrs.get("atomic_if", ir.Const(True, "bool")))

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import mlir
+from jax.sharding import AxisType
 
 from glass_jax import errors
 
@@ -49,10 +50,13 @@ class Dimensions:
       rule: in Shardy's notation, for example ``"b s h d, p g d, b n, b -> b s h v, b h s"``.
       parallel: those that devices may share out, for example ``"b h"``: the operation on a part is the operation
         itself, without communication. Every device has the whole of all others.
+      summed: those that devices may share out because the operation is a sum over them: what the operation makes of
+        the parts is added up.
     """
 
     rule: str
     parallel: str
+    summed: str = ""
 
     @property
     def operands(self) -> list[list[str]]:
@@ -71,34 +75,51 @@ class Dimensions:
           *given: the spec that each operand has; those that the results are wanted in may follow.
 
         Returns:
-          The operands' specs and the results'. A parallel dimension is sharded as the first array that shards it has
+          The operands' specs and the results'. A dimension that may be is sharded as the first array that shards it has
           it, unless another dimension has taken one of its mesh axes.
         """
-        terms = [*self.operands, *self.results]
+        terms, chosen = [*self.operands, *self.results], self._chosen(given)
+        specs = [jax.P(*map(chosen.get, names)) for names in terms]
+        return tuple(specs[: len(self.operands)]), tuple(specs[len(self.operands) :])
+
+    def summed_over(self, *given: Sequence) -> tuple[str, ...]:
+        """The mesh axes that a sum is shared out over; ``given`` as for :meth:`specs`."""
+        chosen = self._chosen(given)
+        return tuple(axis for name in self.summed.split() for axis in axes(chosen.get(name)))
+
+    def _chosen(self, given: Sequence[Sequence]) -> dict[str, Any]:
+        """How each dimension is sharded that is."""
         taken: set[str] = set()
         chosen: dict[str, Any] = {}
-        for names, spec in zip(terms, given, strict=False):
+        shared = (*self.parallel.split(), *self.summed.split())
+        for names, spec in zip([*self.operands, *self.results], given, strict=False):
             for name, entry in zip(names, spec, strict=False):
-                free = name in self.parallel.split() and name not in chosen and taken.isdisjoint(axes(entry))
+                free = name in shared and name not in chosen and taken.isdisjoint(axes(entry))
                 if free and entry is not None:
                     chosen[name] = entry
                     taken.update(axes(entry))
-        specs = [jax.P(*map(chosen.get, names)) for names in terms]
-        return tuple(specs[: len(self.operands)]), tuple(specs[len(self.operands) :])
+        return chosen
 
 
 class Split(enum.Enum):
     """How a lowering learns over which devices its operands are spread."""
 
-    NONE = "one device, or inside shard_map: the operands are all there is"
+    NONE = "one device, inside shard_map, or whole on each device: the operands are all there is"
     TYPES = "Explicit mesh axes: the types of the operands tell"
     PROPAGATED = "Auto mesh axes: XLA decides, and tells when it partitions the program"
+
+
+def types_tell(mesh: jax.sharding.AbstractMesh) -> bool:
+    """Whether types say how arrays are spread over ``mesh``: it has Explicit and Manual axes only."""
+    return not mesh.empty and AxisType.Auto not in mesh.axis_types
 
 
 def split_of(ctx: mlir.LoweringRuleContext) -> Split:
     """How the operation that ``ctx`` lowers is split."""
     if any(entry is not None for aval in ctx.avals_in for entry in aval.sharding.spec):
         return Split.TYPES
+    if any(types_tell(aval.sharding.mesh) for aval in ctx.avals_in):
+        return Split.NONE
     axis_context = ctx.module_context.axis_context
     if isinstance(axis_context, mlir.SPMDAxisContext):
         manual = set(axis_context.manual_axes) == set(axis_context.mesh.axis_names)
@@ -144,13 +165,14 @@ def partitioned(
     if split is Split.NONE:
         return fn(*operands)
     if split is Split.TYPES:
-        results = jax.tree.leaves(jax.eval_shape(fn, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands)))
         types = [jax.typeof(x) for x in operands]
+        mesh = next(t.sharding.mesh for t in types if not t.sharding.mesh.empty)
+        whole = [jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=jax.NamedSharding(mesh, jax.P())) for t in types]
+        results = jax.tree.leaves(jax.eval_shape(fn, *whole))
         part = parts(
             *(Sharded(t.shape, t.sharding.spec) for t in types),
             *(Sharded(result.shape, jax.P(*(None,) * result.ndim)) for result in results),
         )
-        mesh = next(t.sharding.mesh for t in types if not t.sharding.mesh.empty)
         resharded = [
             jax.sharding.reshard(x, jax.NamedSharding(mesh, spec))
             for x, spec in zip(operands, part.operands, strict=True)
@@ -167,7 +189,8 @@ def partitioned(
         )
         return mesh, part.local, results, shardings
 
-    call = custom_partitioning(lambda *args: fn(*args))  # it wants a plain positional signature
+    # It wants a plain positional signature, and no constants: they stay inside the jitted function.
+    call = custom_partitioning(lambda *args: jax.jit(fn)(*args))
     call.def_partition(partition=partition, sharding_rule=rule)
     return call(*operands)
 
@@ -177,12 +200,29 @@ def _sharded(x: jax.ShapeDtypeStruct) -> Sharded:
     return Sharded(x.shape, jax.P(*spec, *(None,) * (len(x.shape) - len(spec))))
 
 
-def over_mesh(fn: Callable[..., Any], dimensions: Dimensions, split: Split, *operands: jax.Array) -> Any:
-    """``fn(*operands)``, an operation that every device does on its part of the parallel dimensions."""
+def over_mesh(
+    fn: Callable[..., Any],
+    dimensions: Dimensions,
+    split: Split,
+    *operands: jax.Array,
+    sum_of_parts: Callable[[tuple[str, ...]], Callable[..., Any]] | None = None,
+) -> Any:
+    """``fn(*operands)``, an operation that every device does on its part of the dimensions.
+
+    Args:
+      fn: the operation.
+      dimensions: its dimensions.
+      split: how the operands' shardings are known.
+      *operands: the arrays.
+      sum_of_parts: from mesh axes, the function that each device calls instead of ``fn`` if summed dimensions are
+        sharded over these; it adds up what the devices have.
+    """
 
     def parts(*sharded: Sharded) -> Parts:
-        operand_specs, results = dimensions.specs(*(x.spec for x in sharded))
-        return Parts(fn, results if len(results) > 1 else results[0], operand_specs)
+        given = [x.spec for x in sharded]
+        operand_specs, results = dimensions.specs(*given)
+        over = dimensions.summed_over(*given)
+        return Parts(sum_of_parts(over) if over else fn, results if len(results) > 1 else results[0], operand_specs)
 
     return partitioned(fn, dimensions.rule, parts, split, *operands)
 

@@ -9,12 +9,14 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import ClosedJaxpr, Primitive
 from jax.interpreters import ad, batching, mlir
 
 from glass_jax import config, errors
 from glass_jax.lowering import partition
+from glass_jax.lowering.xla.gemm import accumulator
 from glass_jax.primitives import axes
 
 
@@ -65,7 +67,8 @@ class Operation:
         ``"ascend"``, told apart by ``params.implementation``. Without ``dimensions`` it also takes ``split`` and splits
         itself over the mesh.
       batch: rule of ``vmap``, ``(operands, dims, params) -> (array, dim)``.
-      dimensions: ``(*avals, params) -> partition.Dimensions``: how both implementations are split over a mesh.
+      dimensions: ``(*avals, params) -> partition.Dimensions``: how both implementations are split over a mesh. With
+        ``summed`` dimensions the type of the one result is ``params.out_dtype``.
       multiple_results: whether the operation has several results.
       derivative: ``(*operands, params) -> array``, the operation in JAX that has derivatives. They become the
         operation's; the value stays the implementation's.
@@ -105,7 +108,10 @@ class Operation:
 
     def bind(self, *operands: jax.Array, params: Params) -> Any:
         """Applies the operation to operands that vary over the same manual mesh axes, made so where they do not."""
-        devices = _asks_for_devices() if self._dimensions or params.implementation == "npu_model" else None
+        # Where types tell, no lowering needs the devices, and there may be none: the mesh may be an AbstractMesh.
+        may_ask = not partition.types_tell(jax.sharding.get_abstract_mesh())
+        asks = may_ask and (self._dimensions or params.implementation == "npu_model")
+        devices = _asks_for_devices() if asks else None
         out = self.primitive.bind(*axes.vary_alike(*operands), params=params, devices=devices)
         return tuple(out) if self.primitive.multiple_results else out
 
@@ -143,16 +149,31 @@ class Operation:
         split = partition.split_of(ctx)
         partition.check_ascend(self.name, implementation, default, split)
         chosen = self._formula if implementation == "xla" else self._tiled
-        fn = functools.partial(chosen, params=dataclasses.replace(params, implementation=implementation))
+        params = dataclasses.replace(params, implementation=implementation)
+        fn = functools.partial(chosen, params=params)
         if self._dimensions is not None:
             dimensions = self._dimensions(*ctx.avals_in, params=params)
-            fn = functools.partial(partition.over_mesh, fn, dimensions, split)
+            sums = functools.partial(_sum_of_parts, chosen, params) if dimensions.summed else None
+            fn = functools.partial(partition.over_mesh, fn, dimensions, split, sum_of_parts=sums)
         elif implementation == "xla":
             explicit = any(axes.is_sharded(aval) for aval in ctx.avals_in)
             fn = functools.partial(fn, explicit=ctx.avals_out[0].sharding if explicit else None)
         else:
             fn = functools.partial(fn, split=split)
+        # Inside shard_map operands vary over mesh axes, and the carries of a loop would have to start as such: what a
+        # formula computes is of one device, whatever the others do.
+        ctx = ctx.replace(avals_in=[_invariant(aval) for aval in ctx.avals_in])
         return mlir.lower_fun(fn, multiple_results=self.primitive.multiple_results)(ctx, *operands)
+
+
+def _sum_of_parts(fn: Callable, params: Any, over: tuple[str, ...]) -> Callable:
+    """``fn`` of parts whose results are added up over mesh axes, in the type that products are summed in."""
+    wide = dataclasses.replace(params, out_dtype=accumulator(params.out_dtype))
+    return lambda *operands: lax.psum(fn(*operands, params=wide), over).astype(params.out_dtype)
+
+
+def _invariant(aval: Any) -> Any:
+    return jax.core.ShapedArray(aval.shape, aval.dtype, aval.weak_type, sharding=aval.sharding)
 
 
 def _check_float64(name: str, implementation: str, *avals) -> None:

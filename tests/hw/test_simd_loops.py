@@ -158,6 +158,17 @@ def test_a_narrowing_in_place():
     assert "while" not in text
 
 
+def test_a_mask_that_follows_the_iteration():
+    """Rows of 96 elements: of the second register only the first half belongs to the row."""
+    left = programs.op("min", programs.op("sub", 96, "col"), 64)
+    inside = register("update_mask", left, programs.const(32), dtype="bool")
+    store = lambda col: simd.vsts("out", "r", col, value=_vld("x", "r", col), mask=inside, dist="NORM_B32")  # noqa: E731
+    out, text = _run([programs.loop("r", ROWS, _chunks(store))])
+    np.testing.assert_array_equal(out[0, :, :96], X[:, :96])
+    np.testing.assert_array_equal(out[0, :, 96:], 0)
+    assert "while" not in text
+
+
 def test_pointers_that_advance():
     """Addresses in bytes that grow with the iteration, rows of 96 elements packed to 64."""
     source = address("x", 0, 0, offset=programs.op("mul", "r", 96 * 4))

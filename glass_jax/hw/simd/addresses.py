@@ -58,8 +58,8 @@ def write(
     Arguments as for :func:`read`; ``value`` and ``mask`` broadcast to its result. What lies outside the allocation is
     dropped.
     """
-    if isinstance(mask, np.ndarray) and isinstance(pattern, np.ndarray):
-        # A mask that is known leaves the first elements, as a rule: they are all that is written.
+    if isinstance(mask, np.ndarray) and isinstance(pattern, np.ndarray) and mask.ndim <= pattern.ndim:
+        # A mask that is known, and the same for all lanes, leaves the first elements, as a rule: all that is written.
         mask = np.broadcast_to(mask, pattern.shape)
         count = int(mask.sum())
         if pattern.ndim == 1 and mask[:count].all():
