@@ -20,7 +20,7 @@ def activate(x: jax.Array, activation: str | None) -> jax.Array:
         case None:
             return x
         case "relu":
-            return jnp.maximum(x, 0)
+            return jax.nn.relu(x)  # whose derivative at 0 is 0
         case "gelu":
             return jax.nn.gelu(x, approximate=True)
         case "silu":
@@ -28,7 +28,8 @@ def activate(x: jax.Array, activation: str | None) -> jax.Array:
     raise ValueError(f"{activation=} is not one of relu, gelu, silu or None")
 
 
-def _operand(x: jax.Array) -> jax.Array:
+def operand(x: jax.Array) -> jax.Array:
+    """``x`` in the type that it is multiplied in."""
     # Both fp8 formats are exact in bfloat16, which a CPU multiplies twice as fast as its own fp8 path.
     return x.astype(jnp.bfloat16) if jnp.dtype(x.dtype).itemsize == 1 and jnp.issubdtype(x.dtype, jnp.floating) else x
 
@@ -77,8 +78,8 @@ def gemm(
         product_sharding = jax.NamedSharding(out_sharding.mesh, jax.P(*(spec[d] for d in product_dims)))
     # XLA:CPU converts 16-bit operands to float32 before a product with a 16-bit result: always ask for the accumulator.
     product = lax.dot_general(
-        lax.squeeze(_operand(lhs), rhs_only),
-        lax.squeeze(_operand(rhs), lhs_only),
+        lax.squeeze(operand(lhs), rhs_only),
+        lax.squeeze(operand(rhs), lhs_only),
         (
             ([lhs_kept.index(lhs_contract)], [rhs_kept.index(rhs_contract)]),
             ([lhs_kept.index(d) for d in shared], [rhs_kept.index(d) for d in shared]),
