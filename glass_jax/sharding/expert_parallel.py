@@ -22,10 +22,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 
 from glass_jax import errors
-from glass_jax.sharding import checks, exchange, payload
+from glass_jax.primitives import axes
+from glass_jax.sharding import checks, exchange, payload, transposable
 from glass_jax.sharding.exchange import Channel
 from glass_jax.sharding.expert_layout import Handle, Limits, Relay, layout, merge_equal, round_up
 
@@ -76,8 +78,8 @@ def moe_dispatch(
     Raises:
       CollectiveError: shapes or dtypes do not fit together; E is no multiple of P; the capacity is less than P.
 
-    Differentiable in ``x`` and ``topk_weights`` (in reverse, any number of times): the gradient of a dispatch is a
-    combine, and that of a combine a dispatch, with the same handle. Float32 sums, in order of k.
+    Differentiable in ``x`` and ``topk_weights``, forward and in reverse, any number of times: the gradient of a dispatch
+    is a combine, and that of a combine a dispatch, with the same handle. Float32 sums, in order of k.
     """
     axis_names, sizes = _check(topk_idx, topk_weights, axis_name, num_experts, capacity, alignment)
     (tokens, k), ranks = topk_idx.shape, math.prod(sizes)
@@ -121,7 +123,8 @@ def moe_redispatch(x: Any, handle: Handle, *, payload_dtype: DTypeLike | None = 
             raise errors.CollectiveError(f"moe_dispatch: x of shape {leaf.shape} is not [{tokens}, H], a row a token")
         if dtype is not None:
             payload.check(leaf.dtype, dtype)
-        rows = _dispatch(dtype, exchange.own(leaf, *handle.axis_names), handle)
+        dispatch = _differentiable_dispatch if jnp.issubdtype(leaf.dtype, jnp.floating) else _dispatch
+        rows = dispatch(dtype, exchange.own(leaf, *handle.axis_names), handle)
         return rows.reshape(*handle.shape, leaf.shape[1])
 
     return jax.tree.map(send, x)
@@ -155,10 +158,12 @@ def moe_combine(y: jax.Array, handle: Handle, *, weighted: bool = True, bias: ja
         bias = exchange.own(bias.astype(jnp.float32), *handle.axis_names)
         start = jnp.broadcast_to(bias, (handle.token_count, y.shape[-1]))
     row_weights = exchange.own(handle.row_weights, *handle.axis_names) if weighted else None
+    # The experts' results may also vary over axes that the tokens do not, as partial sums of tensor parallelism do.
+    given = axes.vary_alike(*(operand for operand in (y, row_weights, start) if operand is not None))
+    y, row_weights, start = (None if x is None else given.pop(0) for x in (y, row_weights, start))
     return _combine(y, row_weights, start, handle).astype(y.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dispatch(payload_dtype: jnp.dtype | None, x: jax.Array, handle: Handle) -> jax.Array:
     """``x`` ``[T, H]`` as rows ``[C, H]``."""
     sent = payload.encode(x, payload_dtype)
@@ -168,20 +173,21 @@ def _dispatch(payload_dtype: jnp.dtype | None, x: jax.Array, handle: Handle) -> 
     return payload.decode(came, payload_dtype, x)
 
 
-def _dispatch_fwd(payload_dtype, x, handle):
-    return _dispatch(payload_dtype, x, handle), handle
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _differentiable_dispatch(payload_dtype: jnp.dtype | None, x: jax.Array, handle: Handle) -> jax.Array:
+    return _dispatch(payload_dtype, x, handle)
 
 
-def _dispatch_bwd(payload_dtype, handle, gradient):
-    if not jnp.issubdtype(gradient.dtype, jnp.floating):
-        return None, None
-    return _combine(gradient, None, None, handle).astype(gradient.dtype), None
+@functools.partial(_differentiable_dispatch.defjvp, symbolic_zeros=True)
+def _dispatch_jvp(payload_dtype, primals, tangents):
+    (x, handle), x_dot = primals, tangents[0]
+    rows = _differentiable_dispatch(payload_dtype, x, handle)
+    if isinstance(x_dot, SymbolicZero):
+        return rows, jnp.zeros_like(rows)
+    return rows, _linear("dispatch", handle, x_dot, x.dtype)
 
 
-_dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
-
-
-@jax.custom_vjp
+@jax.custom_jvp
 def _combine(y: jax.Array, row_weights: jax.Array | None, start: jax.Array | None, handle: Handle) -> jax.Array:
     """``start``, or zero, plus each token's rows of ``y`` ``[C, H]``, weighted unless None: ``[T, H]`` float32.
 
@@ -200,24 +206,63 @@ def _combine(y: jax.Array, row_weights: jax.Array | None, start: jax.Array | Non
     return _sum_of_choices(came, None, nodes.places.shape, start)
 
 
-def _combine_fwd(y, row_weights, start, handle):
-    return _combine(y, row_weights, start, handle), (y, row_weights, start is None, handle)
+@functools.partial(_combine.defjvp, symbolic_zeros=True)
+def _combine_jvp(primals, tangents):
+    (y, row_weights, start, handle), (y_dot, weights_dot, start_dot, _) = primals, tangents
+    out = _combine(y, row_weights, start, handle)
+    terms = []
+    if not isinstance(y_dot, SymbolicZero):
+        y_dot = y_dot.astype(jnp.float32)
+        terms.append(y_dot if row_weights is None else row_weights[:, None] * y_dot)
+    if not (weights_dot is None or isinstance(weights_dot, SymbolicZero)):
+        exists = handle.row_tokens < handle.tokens.channel.none  # the padding of y may hold anything, even NaN
+        terms.append(weights_dot[:, None] * jnp.where(exists[:, None], y, 0).astype(jnp.float32))
+    out_dot = _linear("combine", handle, sum(terms), y.dtype) if terms else jnp.zeros_like(out)
+    return out, out_dot if start is None or isinstance(start_dot, SymbolicZero) else out_dot + start_dot
 
 
-def _combine_bwd(residuals, gradient):
-    y, row_weights, starts_with_zero, handle = residuals
-    to_start = None if starts_with_zero else gradient
-    rows = _dispatch(None, gradient.astype(y.dtype), handle)  # no bit is lost: the sum was rounded to this dtype
-    if row_weights is None:
-        return rows, None, to_start, None
-    rows = rows.astype(jnp.float32)
-    to_y = (row_weights[:, None] * rows).astype(y.dtype)
-    exists = handle.row_tokens < handle.tokens.channel.none  # the padding of y may hold anything, even NaN
-    to_weights = jnp.sum(jnp.where(exists[:, None], rows * y.astype(jnp.float32), 0), axis=1)
-    return to_y, to_weights, to_start, None
+@dataclasses.dataclass(frozen=True)
+class _Linear:
+    """A dispatch of tangents ``[T, H]`` or a plain combine of tangents ``[C, H]``, each the transpose of the other.
+
+    Attributes:
+      name: ``"dispatch"`` or ``"combine"``.
+      sizes: T and C.
+      dtype: what a dispatch sends. That of a combine's tangents is float32, and its transpose sends cotangents, which
+        were rounded to this type: no bit is lost.
+      result_dtype: of the result.
+      structure: of the handle.
+    """
+
+    name: str
+    sizes: tuple[int, int]
+    dtype: jnp.dtype
+    result_dtype: jnp.dtype
+    structure: Any
+
+    def result(self, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of the result."""
+        return jax.ShapeDtypeStruct((self.sizes[self.name == "dispatch"], x.shape[1]), self.result_dtype)
+
+    def run(self, x: jax.Array, *leaves: jax.Array) -> jax.Array:
+        """The rows, or the sums."""
+        handle = jax.tree.unflatten(self.structure, leaves)
+        if self.name == "dispatch":
+            return _dispatch(None, x.astype(self.dtype), handle).astype(self.result_dtype)
+        return _combine(x, None, None, handle).astype(self.result_dtype)
+
+    def transposed(self, x: jax.ShapeDtypeStruct) -> _Linear:
+        """The other way, back to arrays like ``x``."""
+        other = "combine" if self.name == "dispatch" else "dispatch"
+        return dataclasses.replace(self, name=other, result_dtype=x.dtype)
 
 
-_combine.defvjp(_combine_fwd, _combine_bwd)
+def _linear(name: str, handle: Handle, x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """A tangent's way; see :class:`_Linear`."""
+    leaves, structure = jax.tree.flatten(handle)
+    result_dtype = jnp.dtype(dtype if name == "dispatch" else jnp.float32)
+    sizes = (handle.token_count, math.prod(handle.shape))
+    return transposable.apply(_Linear(name, sizes, jnp.dtype(dtype), result_dtype, structure), x, *leaves)
 
 
 def _sum_of_choices(

@@ -43,13 +43,16 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True)
 class Gradients:
-    """A layer's value, and the gradients by tokens, weights and matrices; equal ones are compiled once."""
+    """A layer's value, its gradients by tokens, weights and matrices, and the derivative along tangents of the first
+    two; equal ones are compiled once.
+    """
 
     layer: Layer
 
-    def __call__(self, x, idx, weights, matrices, cotangent):
+    def __call__(self, x, idx, weights, matrices, cotangent, x_dot, weights_dot):
         out, back = jax.vjp(lambda x, w, m: self.layer(x, idx, w, m), x, weights, matrices)
-        return out, back(cotangent)
+        along = jax.jvp(lambda x, w: self.layer(x, idx, w, matrices), (x, weights), (x_dot, weights_dot))
+        return out, back(cotangent), along
 
 
 def problem(seed, ranks, tokens, k, experts, kind="uniform", width=3, out=2):
@@ -81,11 +84,16 @@ def test_values_and_gradients_of_a_mixture_of_experts(case):
     x, idx, weights, matrices = problem(0, 8, 80, 4, 32, kind)
     layer = Layer(32, **options)
     rng = np.random.default_rng(1)
-    cotangent = rng.standard_normal((8, 80, 2)).astype(np.float32)
+    cotangent, x_dot, weights_dot = (
+        rng.standard_normal(shape).astype(np.float32) for shape in ((8, 80, 2), x.shape, weights.shape)
+    )
 
-    args = (x, idx, weights, matrices, cotangent)
-    out, (to_x, to_weights, to_matrices) = ref.run(place, Gradients(layer), *args, axes=axes)
+    args = (x, idx, weights, matrices, cotangent, x_dot, weights_dot)
+    out, (to_x, to_weights, to_matrices), along = ref.run(place, Gradients(layer), *args, axes=axes)
     np.testing.assert_allclose(out, expected(x, idx, weights, matrices), rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(along[0], out)
+    want = expected(x_dot, idx, weights, matrices) + expected(x, idx, weights_dot, matrices)
+    np.testing.assert_allclose(along[1], want, rtol=1e-5, atol=2e-5)
 
     chosen = idx >= 0
     flat = matrices.reshape(32, 3, 2).astype(np.float64)
@@ -118,6 +126,26 @@ def test_what_a_small_capacity_leaves_out_has_no_part_in_value_and_gradient():
     np.testing.assert_allclose(out, expected(x, kept, weights, matrices), rtol=1e-5, atol=1e-5)
     per_choice = np.where((kept >= 0)[..., None], matrices.reshape(8, 3, 2)[kept].sum(-1), 0)
     np.testing.assert_allclose(to_x, np.einsum("ptk,ptkh->pth", weights, per_choice), rtol=1e-5, atol=1e-5)
+
+
+def test_tangents_of_a_dispatch_are_dispatched():
+    """Bit for bit, and unlike the tokens not in 8 bits; under vmap, and in reverse over forward mode."""
+    x, idx, weights, _ = problem(0, 4, 20, 3, 8, width=4)
+    x_dot = np.random.default_rng(1).standard_normal((3, *x.shape)).astype(np.float32)
+
+    def run(x, idx, weights, tangents):
+        def dispatch(x, **options):
+            return moe_dispatch(x, idx, weights, axis_name="x", num_experts=8, **options)[0]
+
+        tangents = jnp.moveaxis(tangents, 1, 0)
+        along = jax.vmap(lambda t: jax.jvp(lambda x: dispatch(x, payload_dtype=jnp.float8_e4m3fn), (x,), (t,))[1])
+        square = lambda x: jnp.sum(jax.jvp(lambda x: dispatch(x**2), (x,), (tangents[0],))[1])  # noqa: E731
+        return jnp.moveaxis(along(tangents), 0, 1), jax.vmap(dispatch, out_axes=1)(tangents), jax.grad(square)(x)
+
+    along, dispatched, gradient = ref.run(SIMULATED, run, x, idx, weights, np.moveaxis(x_dot, 0, 2))
+    np.testing.assert_array_equal(along, dispatched)
+    chosen = np.array([[len(set(token) - {-1}) for token in rank] for rank in idx.tolist()])
+    np.testing.assert_allclose(gradient, 2 * x_dot[0] * chosen[..., None], rtol=1e-6)
 
 
 def test_second_derivatives():
