@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import statistics
 import tempfile
 import time
@@ -12,19 +11,22 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+import glass_jax as glass
 from benchmarks import measure
-from benchmarks.kernels import attention as kernels
 from benchmarks.measure import Report, Verdict
+from glass_jax.lowering.tilelang.kernels.mla_prefill import QUERIES as TILE
 
-LENGTH, HEAD_DIM, TILE = 1024, kernels.HEAD_DIM, kernels.TILE
+LENGTH, HEAD_DIM = 1024, 128
 DTYPE = jnp.bfloat16
+SCALE = HEAD_DIM**-0.5
 
 _VERIFY = """
 import json, time
 import glass_jax as glass
-from benchmarks.kernels import attention
+from glass_jax.lowering.tilelang.kernels.mla_prefill import MlaPrefillKernel
 seconds = []
-kernel = attention.flash_attention({heads}, {length}, {dtype!r})
+sizes = dict(batch={heads}, heads=1, q_length={length}, k_length={length}, d={d}, dv={d}, dtype={dtype!r})
+kernel = MlaPrefillKernel(**sizes, scale={scale}, causal=False, segments=False).build("950DT")
 for _ in range({times}):
     start = time.perf_counter()
     assert glass.verify(kernel, chip="950DT") == []
@@ -41,7 +43,7 @@ def npu_model() -> list[Report]:
 def _compared(heads: int) -> Report:
     keys = jax.random.split(jax.random.key(0), 3)
     arrays = [jax.random.normal(key, (heads, LENGTH, HEAD_DIM), DTYPE) for key in keys]
-    model = jax.jit(kernels.attention)
+    model = jax.jit(npu_attention)
     model.lower(*arrays)  # TileLang compiles the kernel, which is not what is measured
     jax.clear_caches()
     start = time.perf_counter()
@@ -67,9 +69,15 @@ def _compared(heads: int) -> Report:
     return Report(f"bfloat16 attention {shape} in tiles of {TILE} queries and {TILE} keys", seconds, verdicts)
 
 
+def npu_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """The kernel of ``mla_prefill`` on the NPU model, each head a batch of one."""
+    operands = (x[:, :, None] for x in (q, k, v))
+    return glass.mla_prefill(*operands, causal=False, implementation="npu_model")[0][:, :, 0]
+
+
 def plain(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """``softmax(q k' / sqrt(d)) v``, scores in float32."""
-    scores = jnp.einsum("hqd,hkd->hqk", q, k, preferred_element_type=jnp.float32) / math.sqrt(HEAD_DIM)
+    scores = jnp.einsum("hqd,hkd->hqk", q, k, preferred_element_type=jnp.float32) * SCALE
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     return jnp.einsum("hqk,hkd->hqd", weights, v, preferred_element_type=jnp.float32).astype(v.dtype)
 
@@ -86,7 +94,7 @@ def pallas_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         def step(tile, state):
             m, total, o = state
             rows = pl.ds(tile * TILE, TILE)
-            s = jnp.dot(q_ref[0], k_ref[0, rows, :].T, preferred_element_type=jnp.float32) * kernels.SCALE
+            s = jnp.dot(q_ref[0], k_ref[0, rows, :].T, preferred_element_type=jnp.float32) * SCALE
             new = jnp.maximum(m, s.max(-1))
             p, worth = jnp.exp(s - new[:, None]), jnp.exp(m - new)
             product = jnp.dot(p.astype(v.dtype), v_ref[0, rows, :], preferred_element_type=jnp.float32)
@@ -110,7 +118,7 @@ def pallas_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 def verification() -> list[Report]:
     """``glass.verify`` of the kernel, with an empty cache and again."""
-    code = _VERIFY.format(heads=8, length=LENGTH, dtype=jnp.dtype(DTYPE).name, times=6)
+    code = _VERIFY.format(heads=8, length=LENGTH, d=HEAD_DIM, scale=SCALE, dtype=jnp.dtype(DTYPE).name, times=6)
     with tempfile.TemporaryDirectory() as cache:
         first, *again = json.loads(measure.python(code, {"GLASS_CACHE_DIR": cache}))
     seconds = {"compiled by TileLang and verified": first, "verified again": statistics.median(again)}

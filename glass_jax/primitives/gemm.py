@@ -19,12 +19,9 @@ from jax.interpreters import ad
 from glass_jax import errors
 from glass_jax.lowering.tiled import gemm as tiled
 from glass_jax.lowering.xla import gemm as formula
-from glass_jax.primitives import axes, operation
+from glass_jax.primitives import axes, checks, operation, products
 
 ACTIVATIONS = (None, "relu", "gelu", "silu")
-_FLOAT8 = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
-_FLOATS = tuple(map(jnp.dtype, (jnp.float64, jnp.float32, jnp.float16, jnp.bfloat16)))
-_OPERANDS = (*_FLOATS, *_FLOAT8, jnp.dtype(jnp.int8))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,12 +92,12 @@ def gemm(
             f"gemm: K of lhs is {k_lhs} (lhs {lhs.shape}) and K of rhs is {k_rhs} (rhs [..., {other[0]}, {other[1]}], "
             f"{transpose_rhs=}): pass {hint}"
         )
-    dtype = _operand_dtype(lhs.dtype, rhs.dtype)
-    out_dtype = _result_dtype(dtype, preferred_element_type)
+    dtype = products.operand_dtype("gemm", lhs.dtype, rhs.dtype)
+    out_dtype = products.result_dtype("gemm", dtype, preferred_element_type)
     if activation not in ACTIVATIONS or (dtype == jnp.int8 and activation not in (None, "relu")):
         allowed = "relu or None" if dtype == jnp.int8 else "relu, gelu, silu or None"
         raise errors.HardwareConstraintError(f"gemm: {activation=} with {dtype} operands; use {allowed}")
-    if lhs.dtype not in _FLOAT8:
+    if lhs.dtype not in products.FLOAT8:
         lhs, rhs = lhs.astype(dtype), rhs.astype(dtype)
 
     try:
@@ -117,35 +114,6 @@ def gemm(
     return GEMM.bind(*operands, params=params)
 
 
-def _operand_dtype(lhs: jnp.dtype, rhs: jnp.dtype) -> jnp.dtype:
-    """The type both operands are multiplied in."""
-    for name, dtype in (("lhs", lhs), ("rhs", rhs)):
-        if dtype not in _OPERANDS:
-            raise errors.HardwareConstraintError(
-                f"gemm: {name} is {dtype}; use float32, float16, bfloat16, float8_e4m3fn, float8_e5m2 or int8"
-            )
-    if lhs == rhs or (lhs in _FLOAT8 and rhs in _FLOAT8):
-        return lhs
-    if lhs in _FLOATS and rhs in _FLOATS:
-        return jnp.promote_types(lhs, rhs)
-    raise errors.HardwareConstraintError(f"gemm: {lhs} times {rhs} has no meaning without a scale; cast one of them")
-
-
-def _result_dtype(operand: jnp.dtype, preferred: jax.typing.DTypeLike | None) -> jnp.dtype:
-    if preferred is None:
-        if operand in _FLOATS:
-            return operand
-        return formula.accumulator(operand)
-    preferred = jax.dtypes.canonicalize_dtype(preferred)
-    allowed = (jnp.dtype(jnp.int32),) if operand == jnp.int8 else _FLOATS
-    if preferred not in allowed:
-        names = ", ".join(map(str, allowed[::-1]))
-        raise errors.HardwareConstraintError(
-            f"gemm: preferred_element_type={preferred} of {operand} operands; use one of {names}"
-        )
-    return preferred
-
-
 def _checked_bias(bias: jax.Array, dtype: jnp.dtype, batch: tuple[int, ...], n: int) -> jax.Array:
     """``bias`` in the accumulator's type."""
     shapes_fit = bias.ndim >= 1 and bias.shape[-1] == n and bias.ndim <= len(batch) + 1
@@ -155,7 +123,7 @@ def _checked_bias(bias: jax.Array, dtype: jnp.dtype, batch: tuple[int, ...], n: 
         expected = f"({n},)" + (f" or {(*batch, n)}" if batch else "")
         raise errors.HardwareConstraintError(f"gemm: bias has shape {bias.shape}; expected {expected}")
     accumulator = formula.accumulator(dtype)
-    if bias.dtype != accumulator and not (bias.dtype in _FLOATS and accumulator in _FLOATS):
+    if bias.dtype != accumulator and not (bias.dtype in checks.FLOATS and accumulator in checks.FLOATS):
         raise errors.HardwareConstraintError(
             f"gemm: bias is {bias.dtype}, added to sums of {dtype} products; pass {accumulator}"
         )
@@ -168,9 +136,7 @@ def _with_rank(x: jax.Array, ndim: int) -> jax.Array:
 
 def _product(lhs: jax.Array, rhs: jax.Array, params: Params, **changes: object) -> jax.Array:
     """A plain product as ``params`` say, operands of different floating types promoted."""
-    if lhs.dtype != rhs.dtype and not (lhs.dtype in _FLOAT8 and rhs.dtype in _FLOAT8):
-        wide = [jnp.dtype(jnp.float32) if x.dtype in _FLOAT8 else x.dtype for x in (lhs, rhs)]
-        lhs, rhs = (x.astype(jnp.promote_types(*wide)) for x in (lhs, rhs))
+    lhs, rhs = products.promoted(lhs, rhs)
     return GEMM.bind(lhs, rhs, params=dataclasses.replace(params, activation=None, **changes))
 
 
