@@ -14,7 +14,7 @@ CODE := glass_jax models benchmarks tests
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(VENV)/installed ## train a small language model, replay a step on the NPU model, export it for Ascend
+demo: $(VENV)/installed ## train a small DeepSeek model, replay steps on the NPU model, export it for Ascend
 	$(RUN) -m models.train $(ARGS)
 
 test: $(VENV)/installed ## run the tests, without the slow sweeps
@@ -47,5 +47,5 @@ $(VENV)/installed: pyproject.toml constraints.txt
 		{ echo "glass_jax needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.11"; exit 1; }
 	@echo "Setting up $(VENV), once; this takes a few minutes."
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[tilelang,demo,test,dev]'
+	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[tilelang,demo,parity,test,dev]'
 	@touch $@

@@ -17,7 +17,22 @@ from collections.abc import Callable, Sequence
 import jax
 import jaxlib
 
-from benchmarks import attention, collectives, cpu_gemm, expert_parallel, npu_model, planner, startup
+from benchmarks import (
+    attention,
+    collectives,
+    cpu_gemm,
+    expert_parallel,
+    fused_linear,
+    grouped_gemm,
+    mla_decode,
+    mla_prefill,
+    normalization,
+    npu_model,
+    paged_attention,
+    planner,
+    startup,
+    topk,
+)
 from benchmarks.measure import Report
 
 BENCHMARKS: dict[str, Callable[[], list[Report]]] = {
@@ -28,6 +43,17 @@ BENCHMARKS: dict[str, Callable[[], list[Report]]] = {
     "verify": attention.verification,
     "cpu_gemm_bfloat16": cpu_gemm.bfloat16,
     "cpu_gemm_float32": cpu_gemm.float32,
+    "cpu_grouped_gemm": grouped_gemm.cpu,
+    "cpu_grouped_gemm_gradients": grouped_gemm.gradients,
+    "cpu_mla_decode": mla_decode.cpu,
+    "cpu_mla_prefill": mla_prefill.forward,
+    "cpu_mla_prefill_gradient": mla_prefill.gradient,
+    "cpu_paged_attention": paged_attention.cpu,
+    "cpu_ln_gelu_linear": fused_linear.before,
+    "cpu_linear_ln_gelu": fused_linear.after,
+    "cpu_norms": normalization.norms,
+    "cpu_swiglu": normalization.swiglu,
+    "cpu_topk": topk.cpu,
     "collectives_devices": collectives.on_devices,
     "collectives_simulated": collectives.simulated,
     "expert_exchange": expert_parallel.exchange,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
 
 import numpy as np
 
@@ -56,25 +55,21 @@ def load() -> Corpus:
     )
 
 
-def windows(ids: np.ndarray, starts: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
-    """Windows of a text and the character that follows each.
+def windows(ids: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
+    """Stretches of a text, ``[B, length + 1]``: to predict each of ``length`` characters' successor.
 
     Args:
       ids: character numbers, ``[n]``.
-      starts: where each window begins, ``[B]``, at most ``n - context - 1``.
-      context: characters in a window.
-
-    Returns:
-      The windows ``[B, context]`` and the characters after them ``[B]``.
+      starts: where each begins, ``[B]``, at most ``n - length - 1``.
+      length: characters to predict.
     """
-    return ids[starts[:, None] + np.arange(context)], ids[starts + context]
+    return ids[starts[:, None] + np.arange(length + 1)]
 
 
-def batches(ids: np.ndarray, batch: int, context: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """An endless stream of random :func:`windows` of ``ids``, the same for the same seed."""
-    random = np.random.default_rng(seed)
-    while True:
-        yield windows(ids, random.integers(len(ids) - context, size=batch), context)
+def batch(ids: np.ndarray, size: int, length: int, seed: int, step: int) -> np.ndarray:
+    """Random :func:`windows` of ``ids``, ``[size, length + 1]``: the same for the same seed and step."""
+    random = np.random.default_rng([seed, step])
+    return windows(ids, random.integers(len(ids) - length, size=size), length)
 
 
 def unigram_entropy(ids: np.ndarray) -> float:

@@ -1,36 +1,35 @@
-"""The main job, ``python -m models.train``: train a small model, check it against the NPU model, export it for Ascend.
+"""The main job, ``python -m models.train``: train a DeepSeek model, check it on the NPU model, export it for Ascend.
 
-A character language model is trained on the Python language reference, data- and tensor-parallel over a mesh of
-simulated CPU devices. Then one step is replayed on the NPU model, and the inference function is exported for Ascend.
+A character language model of DeepSeek-V3's architecture (latent attention, mixture of experts) is trained on the Python
+language reference over a mesh of simulated CPU devices: data, expert and tensor parallel. Then it continues a prompt
+from a paged cache, a training step and a decode step are replayed on the model of the NPU, and the decode step is
+exported for Ascend, every kernel verified.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
-import functools
+import datetime
+import io
 import math
 import pathlib
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
-import numpy as np
-import optax
-import tqdm
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh
 
 import glass_jax as glass
-from glass_jax import config
+from glass_jax import config as options_in_force
 from models import data, report
-from models.char_lm import CharLM, Params
+from models.deepseek import CONFIGS
+from models.training import Checkpoints, Recipe, Trainer
 
-AXES = ("data", "tensor")
+AXES = ("data", "expert", "tensor")
 PROMPT = "The following example shows how a function"
-_HELD_OUT_BATCHES = 4  # as many windows as in these judge the model
-_EVALUATIONS = 20  # of the held-out loss in the course of training
-_LEARNING_RATE = 4e-3
+RUNS = pathlib.Path("runs")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,146 +37,119 @@ class Options:
     """What a run is made of: the command's options.
 
     Attributes:
-      steps: optimizer steps.
-      batch: windows in a step, over all devices.
-      mesh: devices along the axes ``data`` and ``tensor``.
-      seed: of the parameters, the batches and the sample.
+      recipe: what decides the losses.
+      mesh: devices along the axes ``data``, ``expert`` and ``tensor``.
       output: folder for what the run writes.
-      implementation: of the matrix products while training; None decides by platform.
-      dtype: of the matrix products' operands.
+      checkpoint_every: steps from one checkpoint to the next.
+      resume: go on from the last checkpoint in ``output``.
+      implementation: of the operations while training; None decides by platform.
+      coordinator: address of process 0 if several processes share the mesh, else None.
+      processes: how many they are.
+      process: the number of this one.
     """
 
-    steps: int = 1000
-    batch: int = 1024
-    mesh: tuple[int, int] = (4, 2)
-    seed: int = 0
-    output: pathlib.Path = pathlib.Path("runs/char_lm")
-    implementation: str | None = None
-    dtype: str = "float32"
+    recipe: Recipe
+    mesh: tuple[int, int, int]
+    output: pathlib.Path
+    checkpoint_every: int
+    resume: bool
+    implementation: str | None
+    coordinator: str | None
+    processes: int
+    process: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """A trained model.
-
-    Attributes:
-      params: its parameters, on the mesh.
-      losses: the loss of each step, in nats a character.
-      held_out: the held-out loss, in nats a character, by the number of steps taken before it was measured.
-      tokens_per_second: characters predicted and learned from in a second of training, compilation not counted.
-    """
-
-    params: Params
-    losses: list[float]
-    held_out: dict[int, float]
-    tokens_per_second: float
-
-
-def parse_mesh(text: str) -> tuple[int, int]:
-    """``"data=4,tensor=2"`` as ``(4, 2)``; an axis that is not named has one device."""
+def parse_mesh(text: str) -> tuple[int, int, int]:
+    """``"data=2,expert=2,tensor=2"`` as ``(2, 2, 2)``; an axis that is not named has one device."""
     sizes = dict.fromkeys(AXES, 1)
     for part in text.split(","):
         name, _, size = part.partition("=")
         if name not in AXES or not size.isdecimal() or int(size) < 1:
-            raise argparse.ArgumentTypeError(f"{part!r} is not data=N or tensor=N; write for example data=4,tensor=2")
+            raise argparse.ArgumentTypeError(
+                f"{part!r} is not data=N, expert=N or tensor=N; write for example data=2,expert=2,tensor=2"
+            )
         sizes[name] = int(size)
     return tuple(sizes.values())
 
 
-def make_mesh(shape: tuple[int, int]) -> Mesh:
-    """A mesh with axes ``data`` and ``tensor`` over the first devices.
+def make_mesh(shape: tuple[int, int, int]) -> Mesh:
+    """A mesh with axes ``data``, ``expert`` and ``tensor`` over the first devices.
 
     Raises:
       ValueError: there are not enough devices.
     """
     needed, devices = math.prod(shape), jax.devices()
     if needed > len(devices):
+        sizes = ",".join(f"{name}={size}" for name, size in zip(AXES, shape, strict=True))
         raise ValueError(
-            f"the mesh data={shape[0]},tensor={shape[1]} needs {needed} devices and JAX has {len(devices)} "
-            f"({devices[0].platform}): ask for a smaller --mesh, or simulate devices with JAX_PLATFORMS=cpu"
+            f"the mesh {sizes} needs {needed} devices and JAX has {len(devices)} ({devices[0].platform}): ask for a "
+            "smaller --mesh, or simulate devices with JAX_PLATFORMS=cpu"
         )
-    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 2, devices=devices[:needed])
+    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices[:needed])
 
 
-def check(options: Options, model: CharLM) -> None:
-    """Raises ValueError if ``model`` or a batch cannot be split over the mesh."""
-    data_size, tensor_size = options.mesh
-    if options.batch % data_size:
+def check(options: Options) -> None:
+    """Raises ValueError if the run cannot be: what a mesh does not split, a folder that another run has written to."""
+    data_size, expert_size, _ = options.mesh
+    if options.recipe.batch % (data_size * expert_size):
         raise ValueError(
-            f"a batch of {options.batch} does not split over data={data_size}: use a multiple of {data_size}"
+            f"a batch of {options.recipe.batch} does not split over data={data_size} x expert={expert_size}: use a "
+            f"multiple of {data_size * expert_size}"
         )
-    for what, width in (("hidden width", model.hidden), ("vocabulary", len(data.VOCABULARY))):
-        if width % tensor_size:
-            raise ValueError(f"the {what} {width} does not split over tensor={tensor_size}: use a divisor of {width}")
+    if math.prod(options.mesh) % options.processes:
+        raise ValueError(f"{math.prod(options.mesh)} devices do not split over {options.processes} processes")
+    if (options.processes > 1) != (options.coordinator is not None):
+        raise ValueError("several processes need all of --coordinator HOST:PORT, --processes N and --process I")
+    if any((options.output / "checkpoints").glob("*")) and not options.resume:
+        raise ValueError(f"{options.output} holds checkpoints: go on with --resume, or choose another --output")
 
 
-def train(model: CharLM, corpus: data.Corpus, options: Options, mesh: Mesh) -> Run:
-    """Trains ``model`` on ``corpus.train``, with a progress bar on standard error."""
-    by_rows, whole = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
-    optimizer = optax.adamw(optax.warmup_cosine_decay_schedule(0.0, _LEARNING_RATE, options.steps // 20, options.steps))
-    params = jax.device_put(model.init(jax.random.key(options.seed)), model.shardings(mesh))
-    # Moments lie where their parameters lie; counters are scalars, the same on all devices.
-    state = jax.tree.map(lambda x: x if x.ndim else jax.device_put(x, whole), optimizer.init(params))
-    shardings = jax.tree.map(lambda x: x.sharding, (params, state))
-    stream = data.batches(corpus.train, options.batch, model.context, options.seed)
-    batches = (jax.device_put(batch, by_rows) for batch in stream)
-    starts = np.linspace(0, len(corpus.held_out) - model.context - 1, _HELD_OUT_BATCHES * options.batch).astype(int)
-    held_out_batch = jax.device_put(data.windows(corpus.held_out, starts, model.context), by_rows)
-
-    @jax.jit
-    def evaluate(params):
-        return model.loss(params, *held_out_batch)
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1), out_shardings=(*shardings, whole))
-    def step(params, state, contexts, targets):
-        loss, grads = jax.value_and_grad(model.loss)(params, contexts, targets)
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
-    step = step.lower(
-        params, state, *next(batches)
-    ).compile()  # ahead of the first step, which so takes as long as others
-    losses, held_out, seconds = [], {0: float(evaluate(params))}, 0.0
-    print(f"held-out loss before the first step: {held_out[0]:.3f} nats a character", flush=True)
-    interval = 0.1 if sys.stderr.isatty() else 5.0  # seconds between updates of the bar: a log needs few
-    bar = tqdm.trange(1, options.steps + 1, desc="training", unit="step", dynamic_ncols=True, mininterval=interval)
-    for i in bar:
-        start = time.perf_counter()
-        params, state, loss = step(params, state, *next(batches))
-        losses.append(float(loss))  # waits for the step
-        seconds += time.perf_counter() - start
-        bar.set_postfix_str(f"loss {losses[-1]:.3f}, {i * options.batch / seconds:,.0f} tokens/s", refresh=False)
-        if i % math.ceil(options.steps / _EVALUATIONS) == 0 or i == options.steps:
-            held_out[i] = float(evaluate(params))
-    print(f"held-out loss after {options.steps} steps: {held_out[options.steps]:.3f} nats a character", flush=True)
-    return Run(params, losses, held_out, options.steps * options.batch / seconds)
-
-
-def run(options: Options, model: CharLM, mesh: Mesh) -> None:
-    """Trains, draws the loss curve and a sample, replays a step on the NPU model, exports the inference function."""
-    corpus = data.load()
+def run(options: Options, mesh: Mesh) -> None:
+    """Trains; then, in one process: curve, sample, replay on the NPU model, export."""
+    recipe, corpus = options.recipe, data.load()
+    first = options.process == 0
     options.output.mkdir(parents=True, exist_ok=True)
-    print(report.heading("Training"))
-    print(report.setup(model, corpus, mesh, options.batch), flush=True)
-    with glass.configure(implementation=options.implementation):
-        result = train(model, corpus, options, mesh)
-    curve = options.output / "loss.png"
-    report.plot(result.losses, result.held_out, data.unigram_entropy(corpus.train), curve)
-    print(f"{result.tokens_per_second:,.0f} tokens/s; loss curve in {curve}")
+    # Every process trains; one of them tells.
+    with contextlib.nullcontext() if first else contextlib.redirect_stdout(io.StringIO()):
+        print(report.heading("Training"))
+        with (
+            jax.set_mesh(mesh),
+            glass.configure(implementation=options.implementation),
+            Checkpoints(options.output / "checkpoints", options.checkpoint_every) as checkpoints,
+        ):
+            trainer = Trainer(CONFIGS[recipe.config], recipe, corpus)
+            if options.resume:
+                checkpoints.restore(trainer)
+                print(f"resumed after step {len(trainer.history.losses)}")
+            print(report.setup(trainer, corpus, mesh), flush=True)
+            rate = trainer.train(checkpoints, report=first)
+        model, history = trainer.model(), trainer.history
+        print(f"held-out loss {history.held_out[0]:.3f} before the first step, ", end="")
+        print(f"{history.held_out[recipe.steps]:.3f} nats a character after {recipe.steps} steps")
+        for step, loss in enumerate(history.losses[-3:], recipe.steps - 2):
+            print(f"step {step}: loss {loss:.6f}")
+        curve = options.output / "loss.png"
+        if first:
+            report.plot(history, data.unigram_entropy(corpus.train), curve)
+        print(f"{rate:,.0f} tokens/s; loss curve in {curve}; checkpoints in {options.output / 'checkpoints'}")
+        print(report.expert_load(history.load, options.mesh[1]), flush=True)
+        if options.processes > 1:
+            return  # what follows is of one process, and needs no mesh
 
-    print(report.heading(f"A sample, after {PROMPT!r}"))
-    print(report.sample(model, result.params, PROMPT, options.seed))
+        print(report.heading(f"A sample from the paged cache, after {PROMPT!r}"), flush=True)
+        print(report.sample(model, PROMPT, recipe.seed), flush=True)
 
-    chip = config.current().chip
-    print(report.heading(f"One more step, by XLA and by the model of the Ascend {chip}"), flush=True)
-    contexts, targets = jax.device_put(
-        next(data.batches(corpus.train, options.batch, model.context, options.seed + 1)),
-        NamedSharding(mesh, PartitionSpec("data")),
-    )
-    print(report.replay(model, result.params, contexts, targets))
+        chip = options_in_force.current().chip
+        print(
+            report.heading(f"A training step and a decode step, by XLA and by the model of the Ascend {chip}"),
+            flush=True,
+        )
+        ids = data.batch(corpus.train, report.REPLAYED_BATCH, recipe.length, recipe.seed + 1, 0)
+        print(report.replay_training(model, ids), flush=True)
+        print(report.replay_decoding(model, ids), flush=True)
 
-    print(report.heading(f"Export for the Ascend {chip}"), flush=True)
-    print(report.export(model, jax.device_get(result.params), options.output / "ascend"))
+        print(report.heading(f"Export of the decode step for the Ascend {chip}"), flush=True)
+        print(report.export(model, options.output / "ascend"))
 
 
 def parse(argv: Sequence[str] | None) -> Options:
@@ -185,20 +157,52 @@ def parse(argv: Sequence[str] | None) -> Options:
     parser = argparse.ArgumentParser(
         prog="python -m models.train", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--steps", type=_positive, default=Options.steps, help="optimizer steps")
-    parser.add_argument("--batch", type=_positive, default=Options.batch, help="windows in a step, over all devices")
+    recipe = parser.add_argument_group("what decides the losses")
+    recipe.add_argument("--config", choices=CONFIGS, default=Recipe.config, help="sizes of the model")
+    recipe.add_argument("--steps", type=_positive, default=Recipe.steps, help="optimizer steps")
+    recipe.add_argument("--batch", type=_positive, default=Recipe.batch, help="sequences in a step, over all devices")
+    recipe.add_argument("--length", type=_positive, default=Recipe.length, help="characters of a sequence")
+    recipe.add_argument("--seed", type=int, default=Recipe.seed, help="of parameters, batches and sample")
+    recipe.add_argument("--dtype", choices=("float32", "bfloat16"), default=Recipe.dtype, help="of activations")
     parser.add_argument(
-        "--mesh", type=parse_mesh, default="data=4,tensor=2", metavar="data=N,tensor=N", help="devices along each axis"
+        "--mesh",
+        type=parse_mesh,
+        default="data=2,expert=2,tensor=2",
+        metavar="data=N,expert=N,tensor=N",
+        help="devices along each axis",
     )
-    parser.add_argument("--seed", type=int, default=Options.seed, help="of parameters, batches and sample")
-    parser.add_argument("--output", type=pathlib.Path, default=Options.output, help="folder to write to")
     parser.add_argument(
-        "--implementation", choices=("xla", "npu_model"), help="of the matrix products in training; None: by platform"
+        "--implementation", choices=("xla", "npu_model"), help="of the operations in training; None: by platform"
     )
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), default=Options.dtype, help="operands of the products"
+        "--output",
+        type=pathlib.Path,
+        help=f"folder to write to; None: a new one in {RUNS}, or with --resume the latest",
     )
-    return Options(**vars(parser.parse_args(argv)))
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+    parser.add_argument("--checkpoint-every", type=_positive, default=50, metavar="N", help="steps between checkpoints")
+    several = parser.add_argument_group("several processes, each with its part of the mesh and the same other options")
+    several.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
+    several.add_argument("--processes", type=_positive, default=1, help="how many there are")
+    several.add_argument("--process", type=int, default=0, help="the number of this one")
+    given = vars(parser.parse_args(argv))
+    if given["output"] is None:
+        if given["processes"] > 1:
+            parser.error("several processes write to one folder: name it with --output")
+        given["output"] = _latest_run() if given["resume"] else _new_run(given["config"])
+        if given["output"] is None:
+            parser.error(f"--resume: there is no run in {RUNS}; name a folder with --output")
+    names = [field.name for field in dataclasses.fields(Recipe)]
+    return Options(recipe=Recipe(**{name: given.pop(name) for name in names}), **given)
+
+
+def _new_run(config: str) -> pathlib.Path:
+    return RUNS / f"{config}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+
+
+def _latest_run() -> pathlib.Path | None:
+    runs = [path.parent for path in RUNS.glob("*/checkpoints")]
+    return max(runs, key=lambda path: path.stat().st_mtime, default=None)
 
 
 def _positive(text: str) -> int:
@@ -208,18 +212,30 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+@contextlib.contextmanager
+def _processes(options: Options) -> Iterator[None]:
+    """Starts JAX with this process's devices, together with the other processes if there are several."""
+    jax.config.update("jax_num_cpu_devices", math.prod(options.mesh) // options.processes)
+    if options.coordinator is None:
+        yield
+        return
+    jax.distributed.initialize(options.coordinator, options.processes, options.process)
+    try:
+        yield
+    finally:
+        jax.distributed.shutdown()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
     options = parse(argv)
-    jax.config.update("jax_num_cpu_devices", math.prod(options.mesh))  # before JAX starts its backends
-    model = CharLM(dtype=options.dtype)
     try:
-        check(options, model)
-        mesh = make_mesh(options.mesh)
+        check(options)
+        with _processes(options):
+            run(options, make_mesh(options.mesh))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    run(options, model, mesh)
     return 0
 
 

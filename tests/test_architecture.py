@@ -16,7 +16,30 @@ LIBRARY = [module for module in MODULES if module.startswith("glass_jax/")]
 LAYERS = ("errors", "text", "hw", "config", "lowering", "primitives", "sharding")
 
 COMPILER = {"tilelang", "tvm", "torch"}
-PUBLIC = {"configure", "debug", "errors", "export", "gemm", "sharding", "tilelang_call", "verify"}
+PUBLIC = {
+    "configure",
+    "debug",
+    "errors",
+    "export",
+    "fuse",
+    "gemm",
+    "grouped_gemm",
+    "layer_norm",
+    "linear_ln_gelu",
+    "ln_gelu_linear",
+    "masked_grouped_gemm",
+    "mla_decode",
+    "mla_prefill",
+    "moe_gate",
+    "nn",
+    "paged_attention",
+    "rms_norm",
+    "sharding",
+    "swiglu",
+    "tilelang_call",
+    "topk",
+    "verify",
+}
 
 
 def layer(module: str) -> int:

@@ -57,8 +57,8 @@ def mla_prefill(
       q: ``[B, Sq, H, D]``; float32, float16 or bfloat16 (float64 on ``"xla"``). MLA: 192 = 128 + 64 of RoPE.
       k: ``[B, Skv, H, D]``. Operands of different types are promoted.
       v: ``[B, Skv, H, Dv]``. MLA: 128.
-      causal: a query sees no key after its own; if there are more keys than queries, the queries are the last of the
-        positions.
+      causal: a query sees no key after its own; if there are more keys than queries, the queries are the
+        last positions.
       softmax_scale: a positive number. Default: ``D ** -0.5``.
       segment_ids: ``[B, S]``, integers, where Sq = Skv = S: of sequences packed into one, positions see those of the
         same id only.

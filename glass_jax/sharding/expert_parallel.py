@@ -78,8 +78,8 @@ def moe_dispatch(
     Raises:
       CollectiveError: shapes or dtypes do not fit together; E is no multiple of P; the capacity is less than P.
 
-    Differentiable in ``x`` and ``topk_weights``, forward and in reverse, any number of times: the gradient of a dispatch
-    is a combine, and that of a combine a dispatch, with the same handle. Float32 sums, in order of k.
+    Differentiable in ``x`` and ``topk_weights``, forward and in reverse, any number of times: the gradient of a
+    dispatch is a combine, and that of a combine a dispatch, with the same handle. Float32 sums, in order of k.
     """
     axis_names, sizes = _check(topk_idx, topk_weights, axis_name, num_experts, capacity, alignment)
     (tokens, k), ranks = topk_idx.shape, math.prod(sizes)

@@ -33,20 +33,19 @@ def test_the_corpus_is_english_and_its_parts_are_different_topics():
 
 
 @given(st.integers(1, 8), st.lists(st.integers(0, 50), min_size=1, max_size=9))
-def test_windows_are_slices_and_the_next_character(context, starts):
+def test_windows_are_slices_with_the_next_character(length, starts):
     ids = np.arange(100) ** 2
-    contexts, targets = data.windows(ids, np.array(starts), context)
-    for start, window, target in zip(starts, contexts, targets, strict=True):
-        np.testing.assert_array_equal(window, ids[start : start + context])
-        assert target == ids[start + context]
+    for start, window in zip(starts, data.windows(ids, np.array(starts), length), strict=True):
+        np.testing.assert_array_equal(window, ids[start : start + length + 1])
 
 
-def test_batches_depend_on_the_seed_only_and_reach_the_last_character():
+def test_batches_depend_on_seed_and_step_and_reach_the_last_character():
     ids = np.arange(20)
-    first, again, other = (next(data.batches(ids, 512, 4, seed)) for seed in (1, 1, 2))
-    np.testing.assert_array_equal(first[0], again[0])
-    assert not np.array_equal(first[0], other[0])
-    assert set(first[1]) == set(range(4, 20))
+    first, again = data.batch(ids, 512, 4, seed=1, step=7), data.batch(ids, 512, 4, seed=1, step=7)
+    np.testing.assert_array_equal(first, again)
+    for seed, step in ((1, 8), (2, 7)):
+        assert not np.array_equal(first, data.batch(ids, 512, 4, seed, step))
+    assert set(first.ravel()) == set(range(20))
 
 
 def test_unigram_entropy():

@@ -1,0 +1,87 @@
+"""Formula of ``topk``: exact, and on the CPU much faster than ``lax.top_k`` of 16-bit types.
+
+XLA's CPU backend has a fast selection for float32 only and sorts all others whole. So 16-bit elements become float32
+numbers in the same order, finite ones, whose maxima say as well whether there was a NaN.
+
+In rows that are long for ``k``, the k largest elements lie in the k chunks of the row with the largest maxima: each of
+those maxima is at least as large as anything in another chunk. So a row is read once for its chunks' maxima, and the
+search for the largest goes over these and over the k chunks. Chunks are contiguous and are searched in the order in
+which they lie, so that among equals the first are taken, as ``lax.top_k`` does. Of float32 no maxima are taken: they
+would cost as much as the search, and on the CPU they pass over NaN and take subnormal numbers for zeros.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+NO_INDEX = 2**31 - 1  # stands where a row has no further element
+
+_LONG = 256  # v / k from which the search in chunks is the faster one (measured on the CPU)
+
+
+def topk(x: jax.Array, end: jax.Array, *, k: int, sorted_index: bool) -> tuple[jax.Array, jax.Array]:
+    """The ``k`` largest of the first ``end`` elements of each row, largest first.
+
+    Args:
+      x: ``[..., v]``, a float type.
+      end: ``[...]`` int32, broadcasts with the rows of ``x``.
+      k: how many.
+      sorted_index: orders them by their index instead.
+
+    Returns:
+      Values and indices ``[..., k]``. Beyond the row's end ``-inf`` and :data:`NO_INDEX`; where a NaN is among the
+      elements all values of the row are NaN and all indices :data:`NO_INDEX`.
+    """
+    rows, v = jnp.broadcast_shapes(x.shape[:-1], end.shape), x.shape[-1]
+    shape = (*rows, k)
+    if 0 in shape or v == 0:
+        return jnp.full(shape, -jnp.inf, x.dtype), jnp.full(shape, NO_INDEX, jnp.int32)
+    x = jnp.broadcast_to(x, (*rows, v)).reshape(-1, v)
+    end = jnp.broadcast_to(end, rows).reshape(-1, 1)
+    keys = jnp.where(jnp.arange(v) < end, _keys(x), -jnp.inf)  # those beyond the end come last, also after -inf
+    largest, indices = (_in_chunks if _is_short(x) and v >= _LONG * k else lax.top_k)(keys, min(k, v))
+    # Not just the first: where a part is cut out of what top_k returns, XLA does not see that it is top_k.
+    poisoned = (jnp.isposinf if _is_short(x) else jnp.isnan)(largest).any(-1, keepdims=True)
+    indices = jnp.where((indices < end) & ~poisoned, indices, NO_INDEX)
+    if sorted_index:
+        indices = jnp.sort(indices, axis=-1)
+    indices = jnp.pad(indices, ((0, 0), (0, k - indices.shape[-1])), constant_values=NO_INDEX)
+    values = jnp.take_along_axis(x, indices, axis=-1, mode="fill", fill_value=-jnp.inf)
+    values = jnp.where(poisoned, jnp.nan, values)
+    return values.reshape(shape), indices.reshape(shape)
+
+
+def by_value(values: jax.Array, indices: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Values and indices ``[..., k]`` with the largest value first; equal ones stay in their order."""
+    place = lax.top_k(_keys(values), values.shape[-1])[1]
+    return jnp.take_along_axis(values, place, axis=-1), jnp.take_along_axis(indices, place, axis=-1)
+
+
+def _is_short(x: jax.Array) -> bool:
+    return x.dtype.itemsize == 2
+
+
+def _keys(x: jax.Array) -> jax.Array:
+    """What ``lax.top_k`` is fast for, in the order of ``x`` with NaN first: of 16-bit types as +inf, else as +NaN."""
+    if not _is_short(x):
+        return jnp.where(jnp.isnan(x), jnp.nan, x)
+    bits = lax.bitcast_convert_type(x, jnp.int16).astype(jnp.int32)
+    infinity = lax.bitcast_convert_type(jnp.array(jnp.inf, x.dtype), jnp.int16).astype(jnp.int32)
+    magnitude = bits & 0x7FFF
+    number = jnp.where(bits < 0, ~magnitude, magnitude).astype(jnp.float32)
+    return jnp.where(magnitude > infinity, jnp.inf, number)
+
+
+def _in_chunks(keys: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """``lax.top_k`` of rows ``[rows, v]``."""
+    rows, v = keys.shape
+    # Twice sqrt(v / k), about, and a power of two, of which row lengths mostly are multiples: then nothing is padded.
+    size = 2 << ((v // k).bit_length() // 2)
+    chunks = -(-v // size)
+    keys = jnp.pad(keys, ((0, 0), (0, chunks * size - v)), constant_values=-jnp.inf).reshape(rows, chunks, size)
+    chosen = jnp.sort(lax.top_k(keys.max(-1), k)[1], axis=-1)
+    candidates = jnp.take_along_axis(keys, chosen[..., None], axis=1).reshape(rows, k * size)
+    largest, place = lax.top_k(candidates, k)
+    return largest, jnp.take_along_axis(chosen, place // size, axis=1) * size + place % size
