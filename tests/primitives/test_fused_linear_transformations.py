@@ -89,7 +89,10 @@ def test_vmap_does_not_copy_weights():
 # --- derivatives ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("bias", "approximate", "order"), [(True, True, 2), (True, False, 2), (False, True, 1)])
+@pytest.mark.parametrize(
+    ("bias", "approximate", "order"),
+    [(True, True, 2), pytest.param(True, False, 2, marks=pytest.mark.slow), (True, False, 1), (False, True, 1)],
+)
 @pytest.mark.parametrize("name", SHAPES)
 def test_first_and_second_derivatives(name, bias, approximate, order):
     width = 4 if name == "ln_gelu_linear" else 3
