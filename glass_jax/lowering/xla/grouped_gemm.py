@@ -16,6 +16,7 @@ from glass_jax.lowering import groups
 from glass_jax.lowering.xla.gemm import accumulator, operand
 
 _BLOCKS = (8, 16, 32, 64)  # rows of a tile
+_FEW_ROWS = 16  # with fewer rows a group in the mean, a product with every matrix does not pay
 
 
 def grouped_gemm(
@@ -45,21 +46,48 @@ def grouped_gemm(
     batch = max(map(len, (lhs, rhs, starts, ends)))
     if not (lhs.size and rhs.size):
         return jnp.zeros((batch, m, n), out_dtype)
+    contract_rhs, first = 1 if transpose_rhs else 0, None
+    wide = lhs.dtype.itemsize >= 4  # of narrower matrices the copies cost less than products of rows that are not there
+    if batch == 1 and wide and _FEW_ROWS <= m / g <= block:
+        first = _first_tiles(lhs[0], rhs[0], starts[0], ends[0], block, contract_rhs)
+        starts, block = jnp.minimum(starts + block, ends), _BLOCKS[-1]  # what is left is of few groups
+    rows, out = _with_room(lhs, block), jnp.zeros((batch, m + block, n), accumulator(lhs.dtype))
+    out = out if first is None else out.at[0, :m].set(first)
     tiles = _tiles(starts, ends, batch, m, block)
-    rows = _with_room(lhs, block)
 
     def product(i):
         matrix = _part(rhs, tiles.batch[i], tiles.group[i], 1)[0]
-        y = _dot(_part(rows, tiles.batch[i], tiles.row[i], block), matrix, 1, 1 if transpose_rhs else 0)
-        # What reaches into the rows of the next group is overwritten by its tiles, which come later.
-        return jnp.where((jnp.arange(block) < tiles.rows[i])[:, None], y, 0)
+        return _dot(_part(rows, tiles.batch[i], tiles.row[i], block), matrix, 1, contract_rhs)
 
     def multiply(i, out):
+        place = _place(tiles.batch[i], tiles.row[i], 0)
         y = _in_a_branch(tiles.rows[i] > 0, product, i)
-        return lax.dynamic_update_slice(out, y[None], _place(tiles.batch[i], tiles.row[i], 0))
+        # What reaches into the rows of the next group stays as it is.
+        y = jnp.where((jnp.arange(block) < tiles.rows[i])[:, None], y, lax.dynamic_slice(out, place, (1, *y.shape))[0])
+        return lax.dynamic_update_slice(out, y[None], place)
 
-    start = jnp.zeros((batch, m + block, n), accumulator(lhs.dtype))
-    return lax.fori_loop(0, tiles.count, multiply, start)[:, :m].astype(out_dtype)
+    return lax.fori_loop(0, tiles.count, multiply, out)[:, :m].astype(out_dtype)
+
+
+def _first_tiles(
+    rows: jax.Array, rhs: jax.Array, starts: jax.Array, ends: jax.Array, block: int, contract_rhs: int
+) -> jax.Array:
+    """The first ``block`` rows of every group times its matrix, ``[rows, N]``, zero in all other rows.
+
+    One batched product, in which no matrix is copied: that is worth the multiplication of rows that are not there,
+    where groups have about ``block`` rows.
+    """
+    x = rows[jnp.minimum(starts[:, None] + jnp.arange(block), len(rows) - 1)]
+    dimensions = (([2], [1 + contract_rhs]), ([0], [0]))
+    y = lax.dot_general(operand(x), operand(rhs), dimensions, preferred_element_type=accumulator(rows.dtype))
+    # Back by a gather: the last group that begins at a row or before it is the row's, if it is not over by then. Of
+    # empty groups that begin there too, it is the one after them.
+    row = jnp.arange(len(rows))
+    group = jnp.clip(jnp.searchsorted(starts, row, side="right") - 1, 0)
+    within = row - starts[group]
+    exists = (within >= 0) & (within < block) & (row < ends[group])
+    picked = y.reshape(-1, y.shape[2])[group * block + jnp.clip(within, 0, block - 1)]
+    return jnp.where(exists[:, None], picked, 0)
 
 
 def k_grouped_gemm(
