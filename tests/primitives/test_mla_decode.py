@@ -139,7 +139,7 @@ def test_lengths_beyond_the_table_and_below_zero_count_as_its_ends(implementatio
 def test_memory_does_not_grow_with_batch_or_sequence(batch, pages):
     shape = shapes.Shape(batch, 1, 16, 64, pages)
     compiled = jax.jit(call()).lower(*shape.arguments()).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 2**21  # a step's 512 tokens are 0.6 MB
+    assert compiled.memory_analysis().temp_size_in_bytes < 2**22  # a step's 1024 tokens are 1.2 MB
 
 
 @pytest.mark.parametrize("implementation", [*RUNS_HERE, None])
