@@ -37,7 +37,7 @@ def heading(text: str) -> str:
 
 def setup(trainer: Trainer, corpus: data.Corpus, mesh: Mesh) -> str:
     """The text, the model and the mesh in a few lines."""
-    recipe, config = trainer.recipe, nnx.merge(trainer.graphdef, trainer.state.params, trainer.state.rest).config
+    recipe, config = trainer.recipe, trainer.config
     size = sum(leaf.size for leaf in jax.tree.leaves(trainer.state.params))
     platform = mesh.devices.flat[0].platform
     devices = f"{mesh.size} {'simulated CPU' if platform == 'cpu' else platform} device{'s' * (mesh.size > 1)}"

@@ -100,13 +100,15 @@ class Trainer:
       corpus: the text.
 
     Attributes:
+      config: the model's sizes.
+      recipe: what to do.
       graphdef: the model's structure, see ``nnx.split``.
       state: parameters and moments, on the mesh.
       history: of the steps taken.
     """
 
     def __init__(self, config: DeepSeekConfig, recipe: Recipe, corpus: data.Corpus):
-        self.recipe, self._corpus = recipe, corpus
+        self.config, self.recipe, self._corpus = config, recipe, corpus
         schedule = optax.warmup_cosine_decay_schedule(0.0, _LEARNING_RATE, recipe.steps // 15, recipe.steps)
         self._optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98))
 

@@ -14,8 +14,9 @@ IMPORTS = "import jax, jax.numpy as jnp, numpy as np\nimport glass_jax as glass\
 # What each document's snippets need around them: <n> stands for the n-th one, indented as its place is.
 AROUND = {
     "ascend.md": """
-f, x = jnp.sin, jnp.ones(3)
+f, x = lambda x: glass.gemm(x, x), jnp.ones((16, 16))
 <0>
+assert "glass_tilelang_call" in traced.lower(lowering_platforms=("ascend",)).as_text()
 """,
     "expert-parallelism.md": """
 rng = np.random.default_rng(0)
@@ -88,7 +89,10 @@ assert config == TINY and [len(text) for text in texts] == [8, 8, 8]
 """,
     "planning.md": """
 <0>
+assert plan.algorithm == "halving_doubling" and round(plan.seconds, 5) == 0.00109
+assert all(pathlib.Path(name).stat().st_size for name in ("plan.json", "plan.png"))
 <1>
+assert "96.9% of the communication is hidden" in str(found)
 x = jnp.ones((8, 64))
 batch, batches, state = x, [x, x], 0.0
 mesh = sharding.SimulatedMesh({"x": 8})
@@ -100,6 +104,7 @@ def train_step(state, batch):
 
 
 <2>
+assert len(p.rows()) == 8 and pathlib.Path("profile.json").exists()
 <3>
 """,
     "sharding.md": """
@@ -136,6 +141,7 @@ def test_snippets_run(name, tmp_path, monkeypatch):
     file = tmp_path / "document.py"  # TileLang reads the source of kernels from their file
     file.write_text(program)
     monkeypatch.chdir(tmp_path)
+    assert "assert" in AROUND[name]  # what a document claims is checked, not only run
     runpy.run_path(str(file), run_name="document")
 
 

@@ -9,9 +9,9 @@ from jax import lax
 from jax.extend.core import Var, primitives
 
 from glass_jax.fusion.graph import Atom, Graph, Node, is_exact
+from glass_jax.primitives.products import FLOAT8
 
 FLOATS = tuple(map(jnp.dtype, (jnp.float32, jnp.float16, jnp.bfloat16)))
-_FLOAT8 = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -81,7 +81,7 @@ def _problem(node: Node) -> str | None:
     if params["out_sharding"] is not None:
         return "it says how its result is sharded"
     types = {lhs.dtype, rhs.dtype}
-    if not (types <= set(FLOATS) or types <= set(_FLOAT8)):
+    if not (types <= set(FLOATS) or types <= set(FLOAT8)):
         return f"{' times '.join(sorted(map(str, types)))} stays as it is"
     return None
 

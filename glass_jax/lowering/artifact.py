@@ -6,8 +6,11 @@ import dataclasses
 import functools
 import hashlib
 import json
+import pathlib
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from glass_jax import errors
 from glass_jax.hw import program as ir
 from glass_jax.hw import serialization
 from glass_jax.hw.program import Allocation
@@ -39,6 +42,27 @@ class Kernel(Protocol):
 
     def build(self, chip: str) -> object:
         """The TileLang PrimFunc for ``chip``. Imports TileLang."""
+
+
+def fingerprint(kernel: Kernel, decided: object, *files: str) -> str:
+    """A :meth:`Kernel.fingerprint`: the text of ``files``, the kernel, and what was ``decided`` for a chip."""
+    return "\n".join([*(pathlib.Path(file).read_text() for file in files), repr(kernel), repr(decided)])
+
+
+def check_choice(kernel: str, field: str, value: str | None, allowed: Sequence[str | None]) -> None:
+    """Raises HardwareConstraintError unless the ``value`` of a ``field`` of the kernel is ``allowed``."""
+    if value not in allowed:
+        raise errors.HardwareConstraintError(f"{kernel} kernel: {field}={value!r}; use one of {allowed}")
+
+
+def check_extents(kernel: str, extents: Mapping[str, int], multiples: Mapping[str, int]) -> None:
+    """Raises HardwareConstraintError unless the kernel's ``extents`` are positive, and ``multiples`` of these."""
+    for field, size in extents.items():
+        multiple = multiples.get(field, 1)
+        if size < 1 or size % multiple:
+            raise errors.HardwareConstraintError(
+                f"{kernel} kernel: {field}={size} must be a positive multiple of {multiple}; pad with zeros"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,10 +16,7 @@ from typing import Any
 from glass_jax import errors
 from glass_jax.hw import chips
 from glass_jax.hw.program import Space
-from glass_jax.lowering.tiling import MAD_HEAD_CYCLES
-
-LANES = 64  # float32 elements of a vector register
-REGISTER_BYTES = 256
+from glass_jax.lowering.tiling import LANES, MAD_HEAD_CYCLES
 
 _BLOCKS_N = (256, 128, 64)  # whole registers; of 256 columns L0C holds two versions with 128 rows
 _MAX_BLOCK_M = 2 * LANES  # a vector unit keeps a number for each of its rows in one register

@@ -21,6 +21,18 @@ def axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
+def broadcast(prefix: str, tag: str, shape: Sequence[int], full: Sequence[int]) -> list[str]:
+    """Names of leading dimensions that are broadcast to ``full``: one of 1 is a dimension of its own.
+
+    Args:
+      prefix: of the names of full dimensions, ``prefix0``, ``prefix1`` and so on, the same for all operands.
+      tag: in their place where the operand has 1; another for each operand.
+      shape: the operand's, at least as long as ``full``.
+      full: the sizes that operands have together.
+    """
+    return [f"{prefix}{d}" if shape[d] == size else f"{tag}{d}" for d, size in enumerate(full)]
+
+
 class Sharded(NamedTuple):
     """The shape of a whole array and how it is sharded, one entry a dimension."""
 
@@ -158,7 +170,7 @@ def partitioned(
     Args:
       fn: the operation on whole arrays.
       rule: its dimensions in Shardy's notation, for example ``"b m k, k n -> b m n"``, by which shardings propagate.
-      parts: from a :class:`Sharded` of each operand and of each result, what one device does.
+      parts: from a :class:`Sharded` of each operand and the spec that each result is wanted in, what one device does.
       split: how the operands' shardings are known.
       operands: the arrays.
     """
@@ -167,12 +179,8 @@ def partitioned(
     if split is Split.TYPES:
         types = [jax.typeof(x) for x in operands]
         mesh = next(t.sharding.mesh for t in types if not t.sharding.mesh.empty)
-        whole = [jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=jax.NamedSharding(mesh, jax.P())) for t in types]
-        results = jax.tree.leaves(jax.eval_shape(fn, *whole))
-        part = parts(
-            *(Sharded(t.shape, t.sharding.spec) for t in types),
-            *(Sharded(result.shape, jax.P(*(None,) * result.ndim)) for result in results),
-        )
+        undecided = [jax.P(*(None,) * len(names)) for names in Dimensions(rule, "").results]
+        part = parts(*(Sharded(t.shape, t.sharding.spec) for t in types), *undecided)
         resharded = [
             jax.sharding.reshard(x, jax.NamedSharding(mesh, spec))
             for x, spec in zip(operands, part.operands, strict=True)
@@ -183,7 +191,7 @@ def partitioned(
         )
 
     def partition(mesh, operand_shapes, result_shape):
-        part = parts(*map(_sharded, (*operand_shapes, *jax.tree.leaves(result_shape))))
+        part = parts(*map(_sharded, operand_shapes), *(_sharded(x).spec for x in jax.tree.leaves(result_shape)))
         results, shardings = jax.tree.map(
             partial(jax.NamedSharding, mesh), (part.result, part.operands), is_leaf=_is_spec
         )
@@ -218,8 +226,8 @@ def over_mesh(
         sharded over these; it adds up what the devices have.
     """
 
-    def parts(*sharded: Sharded) -> Parts:
-        given = [x.spec for x in sharded]
+    def parts(*sharded: Sharded | jax.P) -> Parts:
+        given = [x.spec if isinstance(x, Sharded) else x for x in sharded]
         operand_specs, results = dimensions.specs(*given)
         over = dimensions.summed_over(*given)
         return Parts(sum_of_parts(over) if over else fn, results if len(results) > 1 else results[0], operand_specs)

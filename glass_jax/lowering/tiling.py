@@ -14,7 +14,11 @@ import itertools
 from glass_jax import errors
 from glass_jax.hw import chips
 from glass_jax.hw.memory import bits
-from glass_jax.hw.program import Space
+from glass_jax.hw.program import REGISTER_BITS, Space
+
+REGISTER_BYTES = REGISTER_BITS // 8  # of a vector register
+LANES = REGISTER_BYTES // 4  # float32 elements of one
+DTYPES = ("float32", "float16", "bfloat16")  # that the vector units compute with
 
 MAD_HEAD_CYCLES = 6  # start of one cube instruction
 
@@ -26,7 +30,6 @@ _GM_SHORT_ROW_RATE = 0.7  # and this part of it to the shortest
 _COPY_HEAD_BYTES = (
     16 * 1024 // 10
 )  # what the start of a copy costs: a transfer of 16 KiB reaches nine tenths of the rate
-_VECTOR_BYTES = 256  # width of a vector register
 _EPILOGUE_VECTOR_OPS = 12  # vector instructions an epilogue costs for each register of accumulators, roughly
 
 
@@ -199,7 +202,7 @@ def _pipeline_cycles(problem: GemmProblem, plan: GemmPlan, chip: chips.Chip) -> 
     store = tiles.block_m * tiles.block_n * 4 / chip.bytes_per_cycle[Space.L0C, Space.UB]
     store += _gm_cycles(extent["m"], extent["n"] * problem.out_bytes, l2_rate)
     if problem.epilogue:
-        store += _EPILOGUE_VECTOR_OPS * tiles.block_m * tiles.block_n * 4 / 2 / _VECTOR_BYTES
+        store += _EPILOGUE_VECTOR_OPS * tiles.block_m * tiles.block_n * 4 / 2 / REGISTER_BYTES
     tile = load + -(-problem.k // tiles.block_k) * max(cube, fill, load)
     waves = -(-block_count(problem, tiles) // plan.cores)
     return waves * max(tile, store) + store if plan.accumulators == 2 else waves * (tile + store)

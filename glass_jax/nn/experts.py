@@ -55,9 +55,7 @@ def counts(indices: jax.Array, num_experts: int) -> jax.Array:
 def _on_one_device(x: jax.Array, indices: jax.Array, weights: jax.Array, kernels: Kernels) -> jax.Array:
     tokens, k = indices.shape
     num_experts = kernels[0].shape[0]
-    experts = jnp.where(
-        indices >= 0, indices, num_experts
-    ).ravel()  # rows of no choice go to the end, behind all groups
+    experts = jnp.where(indices >= 0, indices, num_experts).ravel()  # rows of no choice go behind all groups
     order = jnp.argsort(experts, stable=True)
     place = jnp.argsort(order)  # of each choice's row
     y = _feed_forward(x[order // k], kernels, counts(indices, num_experts))

@@ -7,6 +7,8 @@ a 1 serves all positions and is never copied); they come from ``vmap``. The dime
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -165,66 +167,31 @@ def _lead(operands, batch: int) -> tuple[int, ...]:
     return np.broadcast_shapes(*(operand.shape[:batch] for operand in operands))
 
 
-def _result(x, w, lead: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((*lead, *x.shape[len(lead) : -1], w.shape[-1]), x.dtype)
-
-
-def _before_abstract(*avals, params: Params) -> jax.ShapeDtypeStruct:
-    x, _, _, w, *_ = avals
+def _abstract_eval(name: str, tails: tuple[str, ...], *avals, params: Params) -> jax.ShapeDtypeStruct:
+    x, w = avals[0], avals[tails.index("k n")]
     if params.alignment == "strict":
-        tiled.check_alignment("ln_gelu_linear", x, w)
-    return _result(x, w, _lead(avals, params.batch))
+        tiled.check_alignment(name, x, w)
+    return jax.ShapeDtypeStruct((*_lead(avals, params.batch), *x.shape[params.batch : -1], w.shape[-1]), x.dtype)
 
 
-def _after_abstract(*avals, params: Params) -> jax.ShapeDtypeStruct:
-    x, w, *_ = avals
-    if params.alignment == "strict":
-        tiled.check_alignment("linear_ln_gelu", x, w)
-    return _result(x, w, _lead(avals, params.batch))
-
-
-def _names(avals, tails: tuple[str, ...], result: str, batch: int) -> str:
-    """Shardy's rule: a batch dimension of 1 that is broadcast is a dimension of its own."""
-    lead = _lead(avals, batch)
+def _dimensions(tails: tuple[str, ...], shared: str, *avals, params: Params) -> partition.Dimensions:
+    """``tails`` names the last dimensions of each operand; devices share out ``shared``, batch dimensions and rows."""
+    lead = _lead(avals, params.batch)
+    batch = partition.broadcast("b", "", lead, lead)
+    rows = [f"r{d}" for d in range(avals[0].ndim - 1 - params.batch)]
     terms = [
-        " ".join([*(f"b{d}" if aval.shape[d] == lead[d] else f"{tag}{d}" for d in range(batch)), tail])
-        for tag, aval, tail in zip("uvwxy", avals, tails, strict=False)
+        [*partition.broadcast("b", tag, a.shape, lead), t] for tag, a, t in zip("uvwxy", avals, tails, strict=False)
     ]
-    return f"{', '.join(terms)} -> {' '.join([*(f'b{d}' for d in range(batch)), result])}"
-
-
-def _rows(x, batch: int) -> str:
-    return " ".join(f"r{d}" for d in range(x.ndim - 1 - batch))
-
-
-def _shared(x, batch: int) -> str:
-    """Batch dimensions and rows: what devices may share out of both operations."""
-    return " ".join([*(f"b{d}" for d in range(batch)), _rows(x, batch)])
-
-
-def _before_dimensions(*avals, params: Params) -> partition.Dimensions:
-    rows = _rows(avals[0], params.batch)
-    rule = _names(avals, (f"{rows} k", "k", "k", "k n", "n"), f"{rows} n", params.batch)
-    return partition.Dimensions(rule, f"{_shared(avals[0], params.batch)} n")
-
-
-def _after_dimensions(*avals, params: Params) -> partition.Dimensions:
-    rows = _rows(avals[0], params.batch)
-    rule = _names(avals, (f"{rows} k", "k n", "n", "n", "n"), f"{rows} n", params.batch)
-    return partition.Dimensions(rule, _shared(avals[0], params.batch))
+    terms[0][-1:] = [*rows, "k"]
+    rule = ", ".join(map(" ".join, terms)) + f" -> {' '.join([*batch, *rows, 'n'])}"
+    return partition.Dimensions(rule, " ".join([*batch, *rows, shared]))
 
 
 # --- transformations -----------------------------------------------------------------------------------------------
 
 
-def _before_batch(operands, dims, *, params: Params):
-    inner = dataclasses.replace(params, batch=params.batch + 1)
-    return LN_GELU_LINEAR.bind(*axes.lead(operands, dims), params=inner), 0
-
-
-def _after_batch(operands, dims, *, params: Params):
-    inner = dataclasses.replace(params, batch=params.batch + 1)
-    return LINEAR_LN_GELU.bind(*axes.lead(operands, dims), params=inner), 0
+def _batch(bind: Callable[..., jax.Array], operands, dims, *, params: Params):
+    return bind(*axes.lead(operands, dims), params=dataclasses.replace(params, batch=params.batch + 1)), 0
 
 
 def _product(x, w, *bias, params: Params) -> jax.Array:
@@ -252,30 +219,29 @@ def _after_derivative(x, w, gamma, beta, *bias, params: Params) -> jax.Array:
 # --- implementations and registration ------------------------------------------------------------------------------
 
 
-def _before_formula(*operands, params: Params) -> jax.Array:
-    return formula.ln_gelu_linear(*operands, **params.statics)
+def _formula(function: Callable[..., jax.Array], *operands, params: Params) -> jax.Array:
+    return function(*operands, **params.statics)
 
 
-def _after_formula(*operands, params: Params) -> jax.Array:
-    return formula.linear_ln_gelu(*operands, **params.statics)
-
+# The last dimensions of each operand, those of x after its rows.
+_BEFORE, _AFTER = ("k", "k", "k", "k n", "n"), ("k", "k n", "n", "n", "n")
 
 LN_GELU_LINEAR = Operation(
     "ln_gelu_linear",
-    abstract_eval=_before_abstract,
-    dimensions=_before_dimensions,
-    formula=_before_formula,
+    abstract_eval=partial(_abstract_eval, "ln_gelu_linear", _BEFORE),
+    dimensions=partial(_dimensions, _BEFORE, "n"),
+    formula=partial(_formula, formula.ln_gelu_linear),
     tiled=tiled.ln_gelu_linear,
-    batch=_before_batch,
+    batch=lambda operands, dims, *, params: _batch(LN_GELU_LINEAR.bind, operands, dims, params=params),
     derivative=_before_derivative,
 )
 
 LINEAR_LN_GELU = Operation(
     "linear_ln_gelu",
-    abstract_eval=_after_abstract,
-    dimensions=_after_dimensions,
-    formula=_after_formula,
+    abstract_eval=partial(_abstract_eval, "linear_ln_gelu", _AFTER),
+    dimensions=partial(_dimensions, _AFTER, ""),
+    formula=partial(_formula, formula.linear_ln_gelu),
     tiled=tiled.linear_ln_gelu,
-    batch=_after_batch,
+    batch=lambda operands, dims, *, params: _batch(LINEAR_LN_GELU.bind, operands, dims, params=params),
     derivative=_after_derivative,
 )

@@ -13,6 +13,7 @@ from glass_jax import errors
 from glass_jax.lowering.partition import Dimensions
 from glass_jax.lowering.tiled import mla_prefill as tiled
 from glass_jax.lowering.xla import mla_prefill as formula
+from glass_jax.lowering.xla.gemm import accumulator
 from glass_jax.primitives import axes, checks, operation
 
 
@@ -121,7 +122,7 @@ def _abstract_eval(q, k, v, *ids, params: Params):
         tiled.check_alignment(d, dv)
     return (
         jax.ShapeDtypeStruct((batch, length, heads, dv), q.dtype),
-        jax.ShapeDtypeStruct((batch, heads, length), formula.accumulator(q.dtype)),
+        jax.ShapeDtypeStruct((batch, heads, length), accumulator(q.dtype)),
     )
 
 

@@ -118,14 +118,12 @@ def _abstract_eval(x, *weights, params: Params) -> jax.ShapeDtypeStruct:
 
 
 def _dimensions(*avals, params: Params) -> partition.Dimensions:
-    """A dimension of 1 that is broadcast is one of its own."""
     shape = np.broadcast_shapes(*(aval.shape for aval in avals))
-    rows = [f"r{d}" for d in range(len(shape) - 1)]
-    terms = [
-        " ".join([name if aval.shape[d] == shape[d] else f"{tag}{d}" for d, name in enumerate(rows)] + ["d"])
-        for tag, aval in zip(("x", "g", "b"), avals, strict=False)
-    ]
-    return partition.Dimensions(f"{', '.join(terms)} -> {' '.join([*rows, 'd'])}", parallel=" ".join(rows))
+    rows, *terms = (
+        " ".join(partition.broadcast("r", tag, given, shape[:-1]))
+        for tag, given in (("", shape), *zip("xgb", (aval.shape for aval in avals), strict=False))
+    )
+    return partition.Dimensions(f"{', '.join(f'{term} d' for term in terms)} -> {rows} d", parallel=rows)
 
 
 def _rms_norm(x, gamma, *, params: Params) -> jax.Array:

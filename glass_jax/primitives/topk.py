@@ -134,17 +134,12 @@ def _abstract_eval(x, end, *, params: Params) -> tuple[jax.ShapeDtypeStruct, ...
 
 
 def _dimensions(x, end, *, params: Params) -> partition.Dimensions:
-    """A dimension of 1 that is broadcast is one of its own."""
     shape = np.broadcast_shapes(x.shape[:-1], end.shape)
-    rows = [f"r{d}" for d in range(len(shape))]
-    of_x, of_end = (
-        [name if aval.shape[d] == shape[d] else f"{tag}{d}" for d, name in enumerate(rows)]
-        for tag, aval in (("x", x), ("e", end))
+    rows, of_x, of_end = (
+        " ".join(partition.broadcast("r", tag, given, shape))
+        for tag, given in (("", shape), ("x", x.shape), ("e", end.shape))
     )
-    result = " ".join([*rows, "k"])
-    return partition.Dimensions(
-        f"{' '.join([*of_x, 'v'])}, {' '.join(of_end)} -> {result}, {result}", parallel=" ".join(rows)
-    )
+    return partition.Dimensions(f"{of_x} v, {of_end} -> {rows} k, {rows} k", parallel=rows)
 
 
 def _formula(x, end, *, params: Params) -> tuple[jax.Array, jax.Array]:

@@ -13,15 +13,19 @@ from jax import lax
 from glass_jax.lowering.tiled import common
 from glass_jax.lowering.tilelang.kernels import linear_ln_gelu as after
 from glass_jax.lowering.tilelang.kernels import ln_gelu_linear as before
+from glass_jax.lowering.tilelang.kernels.fused_linear import FusedLinearKernel
 from glass_jax.lowering.xla import fused_linear as formula
 
-_KERNELS = {"ln_gelu_linear": before, "linear_ln_gelu": after}
+_KERNELS = {
+    "ln_gelu_linear": (before.LnGeluLinearKernel, before.alignment),
+    "linear_ln_gelu": (after.LinearLnGeluKernel, after.alignment),
+}
 
 
 def check_alignment(name: str, x, w) -> None:
     """Raises HardwareConstraintError unless the hardware takes K and N of the operation ``name`` without padding."""
     sizes = {"k": w.shape[-2], "n": w.shape[-1]}
-    common.check_aligned(name, sizes, _KERNELS[name].alignment(str(x.dtype)))
+    common.check_aligned(name, sizes, _KERNELS[name][1](str(x.dtype)))
 
 
 def ln_gelu_linear(*operands: jax.Array, params) -> jax.Array:
@@ -60,57 +64,43 @@ def _over_batch(call: Callable[..., jax.Array], x: jax.Array, *others: jax.Array
     return out.reshape(*lead, *rows, out.shape[-1])
 
 
-def _padded(name: str, x, w, params) -> dict[str, int]:
-    """K and N as the kernel takes them."""
-    kernels, dtype = _KERNELS[name], str(x.dtype)
-    sizes, multiples = {"k": w.shape[-2], "n": w.shape[-1]}, kernels.alignment(dtype)
+def _kernel(name: str, x, w, b, columns: int, params) -> FusedLinearKernel:
+    """The kernel for these operands, K and N padded; ``columns`` is the normalized extent."""
+    kernel, alignment = _KERNELS[name]
+    sizes, multiples = {"k": w.shape[0], "n": w.shape[1]}, alignment(str(x.dtype))
     if params.alignment == "strict":
         common.check_aligned(name, sizes, multiples)
     padded = {dim: common.next_multiple(size, multiples[dim]) for dim, size in sizes.items()}
     common.say_padding(name, sizes, padded)
-    return padded
+    return kernel(
+        m=x.shape[0],
+        columns=columns,
+        dtype=str(x.dtype),
+        bias=bool(b),
+        eps=params.eps,
+        approximate=params.approximate,
+        **padded,
+    )
 
 
 def _before(x: jax.Array, gamma: jax.Array, beta: jax.Array, w: jax.Array, *b: jax.Array, params) -> jax.Array:
-    (m, columns), n = x.shape, w.shape[1]
-    size = _padded("ln_gelu_linear", x, w, params)
-    kernel = before.LnGeluLinearKernel(
-        m=m,
-        k=size["k"],
-        n=size["n"],
-        columns=columns,
-        dtype=str(x.dtype),
-        bias=bool(b),
-        eps=params.eps,
-        approximate=params.approximate,
-    )
+    kernel = _kernel("ln_gelu_linear", x, w, b, x.shape[1], params)
     operands = [
-        common.pad(x, (m, size["k"])),
-        *(common.pad(vector[None], (1, size["k"])) for vector in (gamma, beta)),
-        common.pad(w, (size["k"], size["n"])),
-        *(common.pad(vector[None], (1, size["n"])) for vector in b),
+        common.pad(x, (kernel.m, kernel.k)),
+        *(common.pad(vector[None], (1, kernel.k)) for vector in (gamma, beta)),
+        common.pad(w, (kernel.k, kernel.n)),
+        *(common.pad(vector[None], (1, kernel.n)) for vector in b),
     ]
     (out,) = common.run(kernel, *operands, implementation=params.implementation, chip=params.chip)
-    return out[:, :n]
+    return out[:, : w.shape[1]]
 
 
 def _after(x: jax.Array, w: jax.Array, gamma: jax.Array, beta: jax.Array, *b: jax.Array, params) -> jax.Array:
-    m, (_, columns) = x.shape[0], w.shape
-    size = _padded("linear_ln_gelu", x, w, params)
-    kernel = after.LinearLnGeluKernel(
-        m=m,
-        k=size["k"],
-        n=size["n"],
-        columns=columns,
-        dtype=str(x.dtype),
-        bias=bool(b),
-        eps=params.eps,
-        approximate=params.approximate,
-    )
+    kernel = _kernel("linear_ln_gelu", x, w, b, w.shape[1], params)
     operands = [
-        common.pad(x, (m, size["k"])),
-        common.pad(w, (size["k"], size["n"])),
-        *(common.pad(vector[None], (1, size["n"])) for vector in (*b, gamma, beta)),
+        common.pad(x, (kernel.m, kernel.k)),
+        common.pad(w, (kernel.k, kernel.n)),
+        *(common.pad(vector[None], (1, kernel.n)) for vector in (*b, gamma, beta)),
     ]
     (out,) = common.run(kernel, *operands, implementation=params.implementation, chip=params.chip)
-    return out[:, :columns]
+    return out[:, : w.shape[1]]

@@ -28,12 +28,11 @@ def gemm(lhs: jax.Array, rhs: jax.Array, *bias: jax.Array, params, split: partit
 
 
 def _rule(lhs, rhs, bias, params) -> str:
-    """The dimensions in Shardy's notation; a batch dimension of 1 that is broadcast is a dimension of its own."""
+    """The dimensions in Shardy's notation."""
     batch = jnp.broadcast_shapes(lhs.shape[:-2], rhs.shape[:-2])
 
     def names(tag, shape, last):
-        lead = [f"b{d}" if size == batch[d] else f"{tag}{d}" for d, size in enumerate(shape[: len(batch)])]
-        return " ".join([*lead, *last])
+        return " ".join([*partition.broadcast("b", tag, shape, batch), *last])
 
     terms = [
         names("l", lhs.shape, "km" if params.transpose_lhs else "mk"),
@@ -43,7 +42,7 @@ def _rule(lhs, rhs, bias, params) -> str:
     return f"{', '.join(terms)} -> {names('b', batch, 'mn')}"
 
 
-def _parts(lhs: partition.Sharded, rhs: partition.Sharded, *rest: partition.Sharded, params) -> partition.Parts:
+def _parts(lhs: partition.Sharded, rhs: partition.Sharded, *rest: partition.Sharded | jax.P, params) -> partition.Parts:
     """What one device computes: its block of the result, K summed over the axes that shard it."""
     *bias, out = rest
     m_dim, k_lhs = (-1, -2) if params.transpose_lhs else (-2, -1)
@@ -59,8 +58,8 @@ def _parts(lhs: partition.Sharded, rhs: partition.Sharded, *rest: partition.Shar
                 return entry
         return None
 
-    batch = [free(*entries) for entries in zip(out.spec[:-2], lhs.spec[:-2], rhs.spec[:-2], strict=True)]
-    m, n = free(lhs.spec[m_dim], out.spec[-2]), free(rhs.spec[n_dim], out.spec[-1])
+    batch = [free(*entries) for entries in zip(out[:-2], lhs.spec[:-2], rhs.spec[:-2], strict=True)]
+    m, n = free(lhs.spec[m_dim], out[-2]), free(rhs.spec[n_dim], out[-1])
 
     def spec(x, *last):  # an operand that has 1 in a batch dimension is whole on every device
         lead = [entry if size > 1 else None for entry, size in zip(batch, x.shape, strict=False)]

@@ -6,13 +6,12 @@ its own group's matrix, and the matrix of a group without rows is not read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from glass_jax.lowering import groups
+from glass_jax.lowering.xla.branches import in_a_branch
 from glass_jax.lowering.xla.gemm import accumulator, operand
 
 _BLOCKS = (8, 16, 32, 64)  # rows of a tile
@@ -61,7 +60,7 @@ def grouped_gemm(
 
     def multiply(i, out):
         place = _place(tiles.batch[i], tiles.row[i], 0)
-        y = _in_a_branch(tiles.rows[i] > 0, product, i)
+        y = in_a_branch(tiles.rows[i] > 0, product, i)
         # What reaches into the rows of the next group stays as it is.
         y = jnp.where((jnp.arange(block) < tiles.rows[i])[:, None], y, lax.dynamic_slice(out, place, (1, *y.shape))[0])
         return lax.dynamic_update_slice(out, y[None], place)
@@ -127,7 +126,7 @@ def k_grouped_gemm(
 
     def add(i, out):
         place = _place(0 if sum_batch else tiles.batch[i], tiles.group[i], 0, 0)
-        total = lax.dynamic_slice(out, place, (1, 1, k, n)) + _in_a_branch(tiles.rows[i] > 0, product, i)
+        total = lax.dynamic_slice(out, place, (1, 1, k, n)) + in_a_branch(tiles.rows[i] > 0, product, i)
         return lax.dynamic_update_slice(out, total, place)
 
     start = jnp.zeros(shape, accumulator(lhs.dtype))
@@ -146,16 +145,6 @@ def _block(m: int, groups_: int) -> int:
 def _tiles(starts: jax.Array, ends: jax.Array, batch: int, m: int, block: int) -> groups.Tiles:
     starts, ends = (jnp.broadcast_to(x, (batch, x.shape[1])) for x in (starts, ends))
     return groups.tiles(starts, ends, m, block)
-
-
-def _in_a_branch(exists: jax.Array, product: Callable, i: jax.Array) -> jax.Array:
-    """``product(i)``, of operands that XLA converts to another type where they are used.
-
-    A CPU slices 16-bit floats as float32. Of operands of a loop's body XLA moves the conversion out of the loop, and so
-    converts all matrices before it multiplies by the first; out of a branch it moves nothing.
-    """
-    result = jax.eval_shape(product, i)
-    return lax.cond(exists, product, lambda _: jnp.zeros(result.shape, result.dtype), i)
 
 
 def _with_room(x: jax.Array, block: int) -> jax.Array:

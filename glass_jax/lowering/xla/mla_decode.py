@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from glass_jax.lowering.xla import pages
+from glass_jax.lowering.xla import online_softmax, pages
 from glass_jax.lowering.xla.gemm import accumulator
 
 # Tokens of a step, and how many must be left for one: what it fetches, 1.2 MB with D 576 in 16 bits, stays in the cache
@@ -70,10 +70,7 @@ def _row(
     softmax_scale: float,
     causal: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """One row: of the tokens so far each query keeps the largest score, the sum of exponentials, and their values' sum.
-
-    (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.)
-    """
+    """One row: a loop over its tokens."""
     queries, heads, depth = q.shape
     dtype = accumulator(q.dtype)
     product = partial(lax.dot_general, preferred_element_type=dtype)
@@ -85,24 +82,19 @@ def _row(
         return length - state[0] >= least
 
     def step(state, count):
-        first, largest, total, values = state
+        first, sums = state
         kv = pages.tokens(kv_cache, table, first, count, length)[:, 0]
         scores = product(flat, kv, (((1,), (1,)), ((), ()))) * softmax_scale
         position = first + jnp.arange(count, dtype=jnp.int32)
         scores = jnp.where(position < end[:, None], scores, -jnp.inf)
-        new = jnp.maximum(largest, scores.max(axis=-1))
-        # A query that has seen no token yet has no maximum: any finite number serves it.
-        base = jnp.where(new == -jnp.inf, 0, new)
-        weights, worth = jnp.exp(scores - base[:, None]), jnp.exp(largest - base)
         # All of D is summed: to cut the values out of the tokens first would copy them.
-        added = product(weights.astype(kv.dtype), kv, (((1,), (0,)), ((), ())))
-        return first + count, new, total * worth + weights.sum(axis=-1), values * worth[:, None] + added
+        weigh = lambda weights: product(weights.astype(kv.dtype), kv, (((1,), (0,)), ((), ())))  # noqa: E731
+        return first + count, online_softmax.add(sums, scores, weigh)
 
-    largest, total = jnp.full(queries * heads, -jnp.inf, dtype), jnp.zeros(queries * heads, dtype)
-    state = (jnp.zeros((), jnp.int32), largest, total, jnp.zeros((queries * heads, depth), dtype))
+    state = (jnp.zeros((), jnp.int32), online_softmax.nothing((queries * heads,), depth, dtype))
     for count, least in _STEPS:
         state = lax.while_loop(partial(more, least=least), partial(step, count=count), state)
-    _, largest, total, values = state
+    _, (largest, total, values) = state
     empty = total == 0
     divisor = jnp.where(empty, 1, total + jnp.exp(jnp.tile(sink, queries) - jnp.where(empty, 0, largest)))
     out = values[:, :head_dim_v] / divisor[:, None]

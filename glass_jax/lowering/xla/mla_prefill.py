@@ -1,9 +1,9 @@
 """The formula of ``mla_prefill`` and of its gradient: attention in blocks, one head at a time.
 
-A block of queries goes over the keys a block at a time, with the running sums of the online softmax (Milakov and
-Gimelshein, "Online normalizer calculation for softmax", 2018). Blocks of keys that no query of the block sees are left
-out, there are never more scores than those of one block, and a block fits a core's cache: on a CPU that is several
-times as fast as all heads at once. The gradient computes the probabilities again (Dao et al., "FlashAttention", 2022).
+A block of queries goes over the keys a block at a time, with the running sums of :mod:`online_softmax`. Blocks of keys
+that no query of the block sees are left out, there are never more scores than those of one block, and a block fits a
+core's cache: on a CPU that is several times as fast as all heads at once. The gradient computes the probabilities again
+(Dao et al., "FlashAttention", 2022).
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from glass_jax.lowering.xla import online_softmax
+from glass_jax.lowering.xla.gemm import accumulator
+
 QUERIES, KEYS = 128, 256  # of a block
-
-
-def accumulator(dtype: jax.typing.DTypeLike) -> jnp.dtype:
-    """The type of scores, probabilities and sums: float64 for float64, float32 for all others."""
-    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
 def mla_prefill(
@@ -53,18 +51,13 @@ def mla_prefill(
         def of_queries(block):
             q_block = _read(q_head, block, q.dtype)
 
-            def of_keys(step, state):
-                m, total, o = state
+            def of_keys(step, sums):
                 s = blocks.scores(q_block, _read(k_head, step, k.dtype), scale, block, step, ids)
-                larger = jnp.maximum(m, s.max(1))
-                p, worth = jnp.exp(s - larger[:, None]), jnp.exp(m - larger)
-                new = _dot(p.astype(v.dtype), _read(v_head, step, v.dtype), (1, 0))
-                return larger, total * worth + p.sum(1), o * worth[:, None] + new
+                v_block = _read(v_head, step, v.dtype)
+                return online_softmax.add(sums, s, lambda p: _dot(p.astype(v.dtype), v_block, (1, 0)))
 
-            # The lowest number, not -inf: of a query that has seen nothing the differences are still defined.
-            nothing = jnp.full(blocks.queries, jnp.finfo(dtype).min, dtype), jnp.zeros(blocks.queries, dtype)
-            state = (*nothing, jnp.zeros((blocks.queries, dv), dtype))
-            m, total, o = lax.fori_loop(0, blocks.key_blocks(block), of_keys, state)
+            start = online_softmax.nothing((blocks.queries,), dv, dtype)
+            m, total, o = lax.fori_loop(0, blocks.key_blocks(block), of_keys, start)
             blind = total == 0
             return jnp.where(blind[:, None], 0, o / total[:, None]), jnp.where(blind, jnp.inf, m + jnp.log(total))
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from glass_jax.lowering.xla import pages
+from glass_jax.lowering.xla import online_softmax, pages
 from glass_jax.lowering.xla.gemm import accumulator
 
 _TOKENS = 256  # of a step: its keys, 1 MB of float32 with 8 heads of 128, stay in the cache of a CPU core
@@ -43,15 +43,12 @@ def paged_attention(
 def _row(
     k_cache: jax.Array, v_cache: jax.Array, scale: float, q: jax.Array, table: jax.Array, length: jax.Array
 ) -> jax.Array:
-    """One sequence: of the tokens so far each head keeps the largest score, the sum of exponentials and of values.
-
-    (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.)
-    """
+    """One sequence: a loop over its tokens."""
     dtype = accumulator(q.dtype)
     scaled = q.astype(dtype) * scale
 
     def step(state):
-        first, largest, total, values = state
+        first, sums = state
         # Heads first, for the products, in the same pass that fetches and converts.
         k, v = (
             jnp.swapaxes(pages.tokens(cache, table, first, _TOKENS, length), 0, 1).astype(dtype)
@@ -59,12 +56,10 @@ def _row(
         )
         scores = jnp.einsum("hgd,htd->hgt", scaled, k, preferred_element_type=dtype)
         scores = jnp.where(first + jnp.arange(_TOKENS, dtype=jnp.int32) < length, scores, -jnp.inf)
-        new = jnp.maximum(largest, scores.max(axis=-1))
-        weights, worth = jnp.exp(scores - new[..., None]), jnp.exp(largest - new)
-        added = jnp.einsum("hgt,htd->hgd", weights, v, preferred_element_type=dtype)
-        return first + _TOKENS, new, total * worth + weights.sum(axis=-1), values * worth[..., None] + added
+        weigh = partial(jnp.einsum, "hgt,htd->hgd", preferred_element_type=dtype)
+        return first + _TOKENS, online_softmax.add(sums, scores, lambda weights: weigh(weights, v))
 
-    nothing = jnp.full(q.shape[:-1], -jnp.inf, dtype), jnp.zeros(q.shape[:-1], dtype), jnp.zeros(q.shape, dtype)
-    _, _, total, values = lax.while_loop(lambda state: state[0] < length, step, (jnp.zeros((), jnp.int32), *nothing))
+    start = jnp.zeros((), jnp.int32), online_softmax.nothing(q.shape[:-1], q.shape[-1], dtype)
+    _, (_, total, values) = lax.while_loop(lambda state: state[0] < length, step, start)
     # The largest score adds 1 to its sum: only an empty sequence has less.
     return (values / jnp.maximum(total, 1)[..., None]).astype(q.dtype)

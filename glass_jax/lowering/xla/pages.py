@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from glass_jax.lowering.xla.branches import in_a_branch
+
 
 def tokens(cache: jax.Array, table: jax.Array, first: jax.Array, count: int, length: jax.Array) -> jax.Array:
     """Tokens ``first`` to ``first + count`` of a sequence that lies in pages.
@@ -33,10 +35,6 @@ def tokens(cache: jax.Array, table: jax.Array, first: jax.Array, count: int, len
         rows = integers.at[table[position // page], position % page].get(mode="clip")
         return lax.bitcast_convert_type(rows, cache.dtype)
 
-    def nothing(position):
-        return jnp.zeros((count, *cache.shape[2:]), cache.dtype)
-
-    # XLA computes before a loop what does not change in it: the integers would be a copy of the whole cache. It does
-    # not look for such things in the branches of a condition, even of one that always holds.
+    # Outside of a branch the integers would be a copy of the whole cache, made before the loop.
     position = jnp.minimum(first + jnp.arange(count, dtype=jnp.int32), length - 1)
-    return lax.cond(first < length, fetch, nothing, position)
+    return in_a_branch(first < length, fetch, position)

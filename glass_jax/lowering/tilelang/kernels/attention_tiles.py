@@ -6,36 +6,30 @@ which holds eight of the blocks of 32 bytes that the cube reads; a row of float3
 
 # Annotations are evaluated here: TileLang reads those of a macro.
 import dataclasses
-import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from glass_jax import errors
 from glass_jax.hw import chips
 from glass_jax.hw.program import Space
-from glass_jax.lowering import tiling
+from glass_jax.lowering import artifact, tiling
+from glass_jax.lowering.tilelang.kernels import vectors
+from glass_jax.lowering.tiling import DTYPES, LANES
 
-LANES = 64  # float32 elements of a register
 COLUMNS = 2 * LANES  # of a tile
-DTYPES = ("float32", "float16", "bfloat16")
+LOWEST = -3.4028234663852886e38  # float32: the largest score so far of a row that has seen nothing
 HEAD_MULTIPLES = {"d": 16, "dv": 64}  # of head dimensions: the cube's tiles, and registers of a row of the output
 
 
 def check(name: str, dtype: str, **extents: int) -> None:
     """Raises HardwareConstraintError unless the kernel ``name`` takes operands of ``dtype`` and these extents."""
-    if dtype not in DTYPES:
-        raise errors.HardwareConstraintError(f"{name} kernel: {dtype=}; use one of {DTYPES}")
-    for dim, size in extents.items():
-        multiple = HEAD_MULTIPLES.get(dim, 1)
-        if size < 1 or size % multiple:
-            raise errors.HardwareConstraintError(
-                f"{name} kernel: {dim}={size} must be a positive multiple of {multiple}; pad with zeros"
-            )
+    artifact.check_choice(name, "dtype", dtype, DTYPES)
+    artifact.check_extents(name, extents, HEAD_MULTIPLES)
 
 
-def sources(*files: str) -> str:
-    """The text of ``files`` and of this one: what the code of a kernel depends on."""
-    return "\n".join(pathlib.Path(file).read_text() for file in (*files, __file__))
+def fingerprint(kernel: artifact.Kernel, chip: str, *files: str) -> str:
+    """The sources of a kernel, this one among them, and everything that decides what it makes of ``chip``."""
+    return artifact.fingerprint(kernel, kernel.versions(chip), *files, __file__, vectors.__file__)
 
 
 # --- room in the memories ------------------------------------------------------------------------------------------

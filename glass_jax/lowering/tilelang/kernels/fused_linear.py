@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 from typing import ClassVar
 
-from glass_jax.lowering import norm_tiling, tiling
+from glass_jax.lowering import artifact, norm_tiling, tiling
 from glass_jax.lowering.tilelang.kernels import vectors
 
 
@@ -58,5 +58,4 @@ class FusedLinearKernel:
 
     def fingerprint(self, chip: str) -> str:
         """The code of the kernel and everything that decides what it makes."""
-        code = inspect.getsource(inspect.getmodule(type(self)))
-        return f"{code}\n{inspect.getsource(vectors)}\n{self!r}\n{self.plan(chip)!r}"
+        return artifact.fingerprint(self, self.plan(chip), inspect.getfile(type(self)), vectors.__file__)

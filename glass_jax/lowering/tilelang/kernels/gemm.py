@@ -10,11 +10,10 @@ copies.
 # Annotations are evaluated here: TileLang reads those of a kernel's parameters, which name local variables.
 import dataclasses
 import math
-import pathlib
 
 from glass_jax import errors
 from glass_jax.hw import chips
-from glass_jax.lowering import tiling
+from glass_jax.lowering import artifact, tiling
 from glass_jax.lowering.tiling import GemmTiles
 
 OPERAND_DTYPES = ("float32", "float16", "bfloat16", "int8", "float8_e4m3fn")
@@ -94,13 +93,10 @@ class GemmKernel:
     tiles: GemmTiles | None = None
 
     def __post_init__(self) -> None:
-        for field, allowed in (
-            ("operand_dtype", OPERAND_DTYPES),
-            ("out_dtype", OUT_DTYPES),
-            ("activation", ACTIVATIONS if self.operand_dtype != "int8" else (None, "relu")),
-        ):
-            if (value := getattr(self, field)) not in allowed:
-                raise errors.HardwareConstraintError(f"gemm kernel: {field}={value!r}; use one of {allowed}")
+        artifact.check_choice("gemm", "operand_dtype", self.operand_dtype, OPERAND_DTYPES)
+        artifact.check_choice("gemm", "out_dtype", self.out_dtype, OUT_DTYPES)
+        activations = ACTIVATIONS if self.operand_dtype != "int8" else (None, "relu")
+        artifact.check_choice("gemm", "activation", self.activation, activations)
         if (self.operand_dtype == "int8") != (self.out_dtype == "int32"):
             raise errors.HardwareConstraintError(
                 f"gemm kernel: {self.operand_dtype} operands, {self.out_dtype} result; int8 goes with int32 only"
@@ -108,11 +104,8 @@ class GemmKernel:
         multiples = alignment(
             self.operand_dtype, self.out_dtype, transpose_lhs=self.transpose_lhs, transpose_rhs=self.transpose_rhs
         )
-        for field, multiple in multiples.items() | {("batch", 1)}:
-            if (size := getattr(self, field)) < 1 or size % multiple:
-                raise errors.HardwareConstraintError(
-                    f"gemm kernel: {field}={size} must be a positive multiple of {multiple}; pad with zeros"
-                )
+        extents = {"batch": self.batch, "m": self.m, "n": self.n, "k": self.k}
+        artifact.check_extents("gemm", extents, multiples)
 
     @property
     def name(self) -> str:
@@ -179,7 +172,7 @@ class GemmKernel:
 
     def fingerprint(self, chip: str) -> str:
         """This file and everything that decides what :meth:`build` makes."""
-        return f"{pathlib.Path(__file__).read_text()}\n{self!r}\n{self.plan(chip)!r}"
+        return artifact.fingerprint(self, self.plan(chip), __file__)
 
     def build(self, chip: str) -> object:
         """The TileLang PrimFunc for ``chip``."""

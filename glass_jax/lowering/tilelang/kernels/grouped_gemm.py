@@ -15,11 +15,9 @@ group from a multiple of the tile's depth on, and zeros up to the next group.
 # Annotations are evaluated here: TileLang reads those of a kernel's parameters, which name local variables.
 import dataclasses
 import math
-import pathlib
 
-from glass_jax import errors
 from glass_jax.hw import chips
-from glass_jax.lowering import groups, tiling
+from glass_jax.lowering import artifact, groups, tiling
 from glass_jax.lowering.tilelang.kernels import gemm
 from glass_jax.lowering.tiling import GemmTiles
 
@@ -45,14 +43,9 @@ class _Kernel:
 
     def _check(self, multiples: dict[str, int]) -> None:
         """Raises HardwareConstraintError unless types and extents are what the hardware takes."""
-        for field, allowed in (("operand_dtype", gemm.OPERAND_DTYPES), ("out_dtype", gemm.OUT_DTYPES)):
-            if (value := getattr(self, field)) not in allowed:
-                raise errors.HardwareConstraintError(f"{self.name}: {field}={value!r}; use one of {allowed}")
-        for field, multiple in multiples.items():
-            if (size := getattr(self, field)) < 1 or size % multiple:
-                raise errors.HardwareConstraintError(
-                    f"{self.name}: {field}={size} must be a positive multiple of {multiple}; pad with zeros"
-                )
+        artifact.check_choice(self.name, "operand_dtype", self.operand_dtype, gemm.OPERAND_DTYPES)
+        artifact.check_choice(self.name, "out_dtype", self.out_dtype, gemm.OUT_DTYPES)
+        artifact.check_extents(self.name, {field: getattr(self, field) for field in multiples}, multiples)
 
     @property
     def pass_configs(self) -> tuple[()]:
@@ -75,7 +68,7 @@ class _Kernel:
 
     def fingerprint(self, chip: str) -> str:
         """This file and everything that decides what :meth:`build` makes."""
-        return f"{pathlib.Path(__file__).read_text()}\n{self!r}\n{self.plan(chip)!r}"
+        return artifact.fingerprint(self, self.plan(chip), __file__)
 
     def plan(self, chip: str) -> tiling.GemmPlan:
         """The tiles and the versions of each buffer on ``chip``.

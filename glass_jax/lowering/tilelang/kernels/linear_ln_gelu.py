@@ -14,9 +14,9 @@ from typing import Any
 
 from glass_jax.hw import chips
 from glass_jax.lowering import norm_tiling, tiling
-from glass_jax.lowering.norm_tiling import LANES
 from glass_jax.lowering.tilelang.kernels import vectors
 from glass_jax.lowering.tilelang.kernels.fused_linear import FusedLinearKernel
+from glass_jax.lowering.tiling import LANES
 
 
 def alignment(dtype: str) -> dict[str, int]:
@@ -194,14 +194,13 @@ def _activation(kernel: LinearLnGeluKernel, rows: int, block_n: int) -> tuple[An
     from tilelang.ascend.language import simd as S
 
     load, store, gelu = _sum(), vectors.store(kernel.dtype), vectors.gelu(kernel.approximate)
+    inverse_deviation = vectors.inverse_deviation(kernel.columns, kernel.eps)
 
     @T.macro
     def invert(squares):
         with T.SimdVF():
             full = S.pset(32)
-            variance = S.vmuls(S.vld(squares[0]), T.float32(1 / kernel.columns), full)
-            deviation = S.vsqrt(S.vadds(variance, T.float32(kernel.eps), full), full)
-            S.vsts(squares[0], S.vdiv(S.vdup(1.0, "float32", full), deviation, full), full)
+            inverse_deviation(squares, full)
 
     @T.macro
     def finish(sums, bias, kept, n, mean, inverse, scale, shift, result):

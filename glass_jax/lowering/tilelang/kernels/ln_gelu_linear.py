@@ -13,9 +13,9 @@ from typing import Any
 
 from glass_jax.hw import chips
 from glass_jax.lowering import norm_tiling, tiling
-from glass_jax.lowering.norm_tiling import LANES, REGISTER_BYTES
 from glass_jax.lowering.tilelang.kernels import vectors
 from glass_jax.lowering.tilelang.kernels.fused_linear import FusedLinearKernel
+from glass_jax.lowering.tiling import LANES, REGISTER_BYTES
 
 
 def alignment(dtype: str) -> dict[str, int]:
@@ -145,6 +145,7 @@ def _normalization(kernel: LnGeluLinearKernel, rows: int) -> tuple[Any, Any]:
     k, columns, dtype = kernel.k, kernel.columns, kernel.dtype
     lanes = REGISTER_BYTES // tiling.itemsize(dtype)
     load, gelu = vectors.load(dtype), vectors.gelu(kernel.approximate)
+    invert = vectors.inverse_deviation(columns, kernel.eps)
     # From one block of 32 bytes to the next of the same row there is a row more than there are, as TileLang's copy of
     # packed tiles wants it: the eight blocks of a register lie in eight banks of the memory.
     apart = (rows + 1) << 16
@@ -173,9 +174,7 @@ def _normalization(kernel: LnGeluLinearKernel, rows: int) -> tuple[Any, Any]:
                     squares = S.vadd(squares, S.vmul(difference, difference, full), full)
                 S.vsts(inverse[row], S.vcadd(squares, full), full, "ONEPT_B32")
             S.mem_bar("VST_VLD")
-            variance = S.vmuls(S.vld(inverse[0]), T.float32(1 / columns), full)
-            deviation = S.vsqrt(S.vadds(variance, T.float32(kernel.eps), full), full)
-            S.vsts(inverse[0], S.vdiv(S.vdup(1.0, "float32", full), deviation, full), full)
+            invert(inverse, full)
 
     @T.macro
     def activations(x, row, column, center, factor, scale, shift, full):

@@ -15,16 +15,16 @@ import dataclasses
 import math
 from typing import Any
 
-from glass_jax import errors
 from glass_jax.hw.program import Space
-from glass_jax.lowering import tiling
+from glass_jax.lowering import artifact, tiling
 from glass_jax.lowering.tilelang.kernels import attention_tiles as tiles
-from glass_jax.lowering.tilelang.kernels.attention_tiles import COLUMNS, LANES, Room
+from glass_jax.lowering.tilelang.kernels import vectors
+from glass_jax.lowering.tilelang.kernels.attention_tiles import COLUMNS, Room
+from glass_jax.lowering.tiling import DTYPES, LANES
 
 ALIGNMENT = 16  # of D and of the value's size: the cube's tiles
 MAX_ROWS = 64  # of a block: with more, the sums of the output would leave no room in UB for a second version
 
-_LOWEST = -3.4028234663852886e38  # float32
 _SLICE_BYTES = 128  # of a row of operands that goes to L0 at a time: two slices of 128 tokens take half of L0B
 
 
@@ -80,15 +80,10 @@ class MlaDecodeKernel:
     heads: int
 
     def __post_init__(self) -> None:
-        if self.dtype not in tiles.DTYPES:
-            raise errors.HardwareConstraintError(f"mla_decode kernel: dtype={self.dtype!r}; use one of {tiles.DTYPES}")
+        artifact.check_choice("mla_decode", "dtype", self.dtype, DTYPES)
+        extents = ("batch", "rows", "d", "dv", "pages", "page", "table_pages", "queries", "heads")
         multiples = {"rows": block_rows(self.rows)[1], "d": ALIGNMENT, "dv": ALIGNMENT}
-        for field in ("batch", "rows", "d", "dv", "pages", "page", "table_pages", "queries", "heads"):
-            multiple = multiples.get(field, 1)
-            if (size := getattr(self, field)) < 1 or size % multiple:
-                raise errors.HardwareConstraintError(
-                    f"mla_decode kernel: {field}={size} must be a positive multiple of {multiple}"
-                )
+        artifact.check_extents("mla_decode", {name: getattr(self, name) for name in extents}, multiples)
 
     @property
     def name(self) -> str:
@@ -145,7 +140,7 @@ class MlaDecodeKernel:
 
     def fingerprint(self, chip: str) -> str:
         """The sources and everything that decides what :meth:`build` makes."""
-        return f"{tiles.sources(__file__)}\n{self!r}\n{self.versions(chip)!r}"
+        return tiles.fingerprint(self, chip, __file__)
 
     def build(self, chip: str) -> object:
         """The TileLang PrimFunc for ``chip``."""
@@ -255,14 +250,13 @@ def _softmax(half: int, dtype: str, scale: float, end: Any) -> Any:
     import tilelang.ascend.language as T
     from tilelang.ascend.language import simd as S
 
-    apart, wide = (half + 1) << 16 | 1, dtype == "float32"
+    place, pack = tiles.packing(dtype, half)
 
     @T.macro
     def softmax(s, m, total, sums, alpha, p, seen, left, first):
         """The new maxima and sums, what the old ones count for now, and the probabilities in the cube's blocks."""
         with T.SimdVF():
             full = S.pset(32)
-            full16 = S.pset(16)
             unseen = S.vdup(-T.infinity("float32"), "float32", full)
             old = S.vld(m[0])
             for row in range(half):
@@ -279,20 +273,14 @@ def _softmax(half: int, dtype: str, scale: float, end: Any) -> Any:
             S.vsts(m[0], new, full)
             S.vsts(alpha[0], worth, full)
             S.mem_bar("VST_VLD")
-            place = S.make_ubuf_ptr(T.access_ptr(p[0, 0], "w", half + 1, COLUMNS), dtype)
-            if wide:
-                beside = S.make_ubuf_ptr(T.access_ptr(p[0, LANES], "w", half + 1, LANES), dtype)
+            at = place(p, 0)
+            beside = place(p, LANES)
             for row in range(half):
                 maximum = S.vld(m[row], "BRC_B32")
                 x = S.vexpdif(S.vld(s[row, 0]), maximum, full)
                 y = S.vexpdif(S.vld(s[row, LANES]), maximum, full)
                 S.vsts(sums[row], S.vcadd(S.vadd(x, y, full), full), full, "ONEPT_B32")
-                if wide:
-                    place = S.vsstb(x, place, T.int32(apart), full, update=True)
-                    beside = S.vsstb(y, beside, T.int32(apart), full, update=True)
-                else:
-                    narrow, _ = S.vdintlv(S.vcvt(x, dtype, full, sat=False), S.vcvt(y, dtype, full, sat=False))
-                    place = S.vsstb(narrow, place, T.int32(apart), full16, update=True)
+                pack(x, y, at, beside)
             S.mem_bar("VST_VLD")
             S.vsts(total[0], S.vadd(S.vmul(S.vld(total[0]), worth, full), S.vld(sums[0]), full), full)
 
@@ -304,6 +292,8 @@ def _output(half: int, dtype: str, dv: int, wide: int) -> tuple[Any, Any, Any]:
     import tilelang.ascend.language as T
     from tilelang.ascend.language import simd as S
 
+    store = vectors.store(dtype)
+
     @T.macro
     def start(o, m, total):
         """Nothing seen yet. The lowest number, not -inf: of a row that sees nothing the differences are defined."""
@@ -311,7 +301,7 @@ def _output(half: int, dtype: str, dv: int, wide: int) -> tuple[Any, Any, Any]:
             full = S.pset(32)
             lanes = S.update_mask(wide, 32)
             zero = S.vdup(0.0, "float32", full)
-            S.vsts(m[0], S.vdup(_LOWEST, "float32", full), full)
+            S.vsts(m[0], S.vdup(tiles.LOWEST, "float32", full), full)
             S.vsts(total[0], zero, full)
             for row in range(half):
                 for column in range(0, dv, wide):
@@ -343,10 +333,6 @@ def _output(half: int, dtype: str, dv: int, wide: int) -> tuple[Any, Any, Any]:
             for row in range(half):
                 divisor = S.vld(total[row], "BRC_B32")
                 for column in range(0, dv, wide):
-                    mean = S.vdiv(S.vld(o[row, column]), divisor, full)
-                    if dtype == "float32":
-                        S.vsts(result[row, column], mean, lanes)
-                    else:
-                        S.vsts(result[row, column], S.vcvt(mean, dtype, full, sat=False), lanes, "PK_B32")
+                    store(result, row, column, S.vdiv(S.vld(o[row, column]), divisor, full), lanes)
 
     return start, accumulate, finish

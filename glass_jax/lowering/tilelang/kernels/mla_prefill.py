@@ -14,11 +14,12 @@ from typing import Any
 
 from glass_jax.hw.program import Space
 from glass_jax.lowering.tilelang.kernels import attention_tiles as tiles
-from glass_jax.lowering.tilelang.kernels.attention_tiles import COLUMNS, LANES, Room
+from glass_jax.lowering.tilelang.kernels import vectors
+from glass_jax.lowering.tilelang.kernels.attention_tiles import COLUMNS, Room
+from glass_jax.lowering.tiling import LANES
 
 QUERIES = 128  # of a block
 ROWS = QUERIES // 2  # of a vector unit
-_LOWEST = -3.4028234663852886e38
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +39,7 @@ class MlaPrefillKernel:
 
     Attributes:
       batch, heads, q_length, k_length, d, dv: extents; ``d`` a multiple of 16, ``dv`` of 64.
-      dtype: one of ``attention_tiles.DTYPES``.
+      dtype: one of ``tiling.DTYPES``.
       scale: what scores are multiplied by.
       causal: query i sees the keys up to ``i + k_length - q_length`` only.
       segments: queries see the keys of their own id only.
@@ -119,7 +120,7 @@ class MlaPrefillKernel:
 
     def fingerprint(self, chip: str) -> str:
         """The sources and everything that decides what :meth:`build` makes."""
-        return f"{tiles.sources(__file__)}\n{self!r}\n{self.versions(chip)!r}"
+        return tiles.fingerprint(self, chip, __file__)
 
     def build(self, chip: str) -> object:
         """The TileLang PrimFunc for ``chip``."""
@@ -269,13 +270,15 @@ def _output(dtype: str, dv: int) -> tuple[Any, Any, Any]:
     import tilelang.ascend.language as T
     from tilelang.ascend.language import simd as S
 
+    store = vectors.store(dtype)
+
     @T.macro
     def start(o, m, total):
         """Nothing seen yet. The lowest number, not -inf: of a query that sees nothing the differences are defined."""
         with T.SimdVF():
             full = S.pset(32)
             zero = S.vdup(0.0, "float32", full)
-            S.vsts(m[0], S.vdup(_LOWEST, "float32", full), full)
+            S.vsts(m[0], S.vdup(tiles.LOWEST, "float32", full), full)
             S.vsts(total[0], zero, full)
             for row in range(ROWS):
                 for column in range(0, dv, LANES):
@@ -306,10 +309,6 @@ def _output(dtype: str, dv: int) -> tuple[Any, Any, Any]:
             for row in range(ROWS):
                 divisor = S.vld(total[row], "BRC_B32")
                 for column in range(0, dv, LANES):
-                    mean = S.vdiv(S.vld(o[row, column]), divisor, full)
-                    if dtype == "float32":
-                        S.vsts(result[row, column], mean, full)
-                    else:
-                        S.vsts(result[row, column], S.vcvt(mean, dtype, full, sat=False), full, "PK_B32")
+                    store(result, row, column, S.vdiv(S.vld(o[row, column]), divisor, full), full)
 
     return start, accumulate, finish

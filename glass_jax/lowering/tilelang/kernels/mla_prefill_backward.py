@@ -16,7 +16,8 @@ from typing import Any
 from glass_jax import errors
 from glass_jax.hw.program import Space
 from glass_jax.lowering.tilelang.kernels import attention_tiles as tiles
-from glass_jax.lowering.tilelang.kernels.attention_tiles import COLUMNS, LANES, Room
+from glass_jax.lowering.tilelang.kernels.attention_tiles import COLUMNS, Room
+from glass_jax.lowering.tiling import LANES
 
 OWN = 64  # rows of a block
 ROWS = OWN // 2  # of a vector unit
@@ -147,7 +148,7 @@ class MlaPrefillBackwardKernel:
 
     def fingerprint(self, chip: str) -> str:
         """The sources and everything that decides what :meth:`build` makes."""
-        return f"{tiles.sources(__file__)}\n{self!r}\n{self.versions(chip)!r}"
+        return tiles.fingerprint(self, chip, __file__)
 
     def build(self, chip: str) -> object:
         """The TileLang PrimFunc for ``chip``."""

@@ -10,24 +10,20 @@ factor (a reduction across lanes, a root, a division) is gone once for 64 rows a
 
 # Annotations are evaluated here: TileLang reads those of a kernel's parameters, which name local variables.
 import dataclasses
-import inspect
 import math
-import pathlib
 from typing import Any
 
 from glass_jax import errors
 from glass_jax.hw import chips
 from glass_jax.hw.program import Space
-from glass_jax.lowering import tiling
+from glass_jax.lowering import artifact, tiling
 from glass_jax.lowering.tilelang.kernels import vectors
+from glass_jax.lowering.tiling import DTYPES, LANES
 
-DTYPES = ("float32", "float16", "bfloat16")
-
-_LANES = 64  # float32 elements of a register
 _SUMS = 4  # of a row side by side, so that an addition need not wait for the one before
-_STEP = _SUMS * _LANES
+_STEP = _SUMS * LANES
 _TILE_BYTES = 32 * 1024  # twice what a copy needs to run at full rate
-_MAX_ROWS = _LANES  # one register holds a number for each row of a tile
+_MAX_ROWS = LANES  # one register holds a number for each row of a tile
 _RING = 3  # a tile that is loaded, one that is computed, one that is stored
 
 
@@ -64,7 +60,7 @@ class NormalizationKernel:
     Attributes:
       centered: ``layer_norm``, which subtracts the mean of a row; else ``rms_norm``.
       rows, columns: extents, any positive number.
-      dtype: one of :data:`DTYPES`.
+      dtype: one of ``tiling.DTYPES``.
       eps: added to the mean of squares.
 
     Raises:
@@ -78,8 +74,7 @@ class NormalizationKernel:
     eps: float
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise errors.HardwareConstraintError(f"normalization kernel: dtype={self.dtype!r}; use one of {DTYPES}")
+        artifact.check_choice("normalization", "dtype", self.dtype, DTYPES)
         for field in ("rows", "columns"):
             if (size := getattr(self, field)) < 1:
                 raise errors.HardwareConstraintError(f"normalization kernel: {field}={size} must be positive")
@@ -118,7 +113,7 @@ class NormalizationKernel:
         target = chips.get(chip)
         row = self.width * tiling.itemsize(self.dtype)
         # gamma and the factors of rows, beta and their means.
-        vectors_bytes = (1 + self.centered) * (self.width + _LANES) * 4
+        vectors_bytes = (1 + self.centered) * (self.width + LANES) * 4
         have, ring = target.capacity(Space.UB) - vectors_bytes, _RING
         while ring > 1 and ring * row > have:
             ring -= 1
@@ -144,7 +139,7 @@ class NormalizationKernel:
 
     def fingerprint(self, chip: str) -> str:
         """This file and everything that decides what :meth:`build` makes."""
-        return f"{pathlib.Path(__file__).read_text()}\n{inspect.getsource(vectors)}\n{self!r}\n{self.plan(chip)!r}"
+        return artifact.fingerprint(self, self.plan(chip), __file__, vectors.__file__)
 
     def build(self, chip: str) -> object:
         """The TileLang PrimFunc for ``chip``."""
@@ -160,8 +155,8 @@ class NormalizationKernel:
         def normalize(x, gamma, beta, out):
             with T.Kernel(plan.cores) as core:
                 tile = T.alloc_shared((rows, width), dtype)
-                mean = T.alloc_shared((_LANES,), "float32")
-                factor = T.alloc_shared((_LANES,), "float32")
+                mean = T.alloc_shared((LANES,), "float32")
+                factor = T.alloc_shared((LANES,), "float32")
                 scale = T.alloc_shared((1, width), "float32")
                 T.annotate_buffer_versions({tile: plan.ring})
                 T.copy(gamma[0:columns], scale[0, 0:columns])
@@ -200,6 +195,7 @@ def _moments(kernel: NormalizationKernel, rows: int) -> Any:
 
     columns, width, centered = kernel.columns, kernel.width, kernel.centered
     load, ragged = vectors.load(kernel.dtype), columns < width
+    invert = vectors.inverse_deviation(columns, kernel.eps)
 
     @T.macro
     def part(tile, row, column, center):
@@ -232,7 +228,7 @@ def _moments(kernel: NormalizationKernel, rows: int) -> Any:
                     sums[i] = S.vdup(0.0, "float32", full)
                 for column in range(0, width, _STEP):
                     for i in T.unroll(_SUMS, explicit=True):
-                        add(sums, i, tile, row, column + i * _LANES, center)
+                        add(sums, i, tile, row, column + i * LANES, center)
                 total = S.vadd(S.vadd(sums[0], sums[1], full), S.vadd(sums[2], sums[3], full), full)
                 S.vsts(out[row], S.vcadd(total, full), full, "ONEPT_B32")
             S.mem_bar("VST_VLD")
@@ -249,9 +245,7 @@ def _moments(kernel: NormalizationKernel, rows: int) -> Any:
             S.vsts(mean[0], S.vmuls(S.vld(mean[0]), T.float32(1 / columns), full), full)
             S.mem_bar("VST_VLD")
         squares(tile, mean if centered else None, factor)
-        square = S.vmuls(S.vld(factor[0]), T.float32(1 / columns), full)
-        deviation = S.vsqrt(S.vadds(square, T.float32(kernel.eps), full), full)
-        S.vsts(factor[0], S.vdiv(S.vdup(1.0, "float32", full), deviation, full), full)
+        invert(factor, full)
         S.mem_bar("VST_VLD")
 
     return moments
@@ -271,7 +265,7 @@ def _apply(kernel: NormalizationKernel, rows: int) -> Any:
         for row in range(rows):
             by = S.vld(factor[row], "BRC_B32")
             center = S.vld(mean[row], "BRC_B32") if centered else None
-            for column in range(0, width, _LANES):
+            for column in range(0, width, LANES):
                 mask = S.update_mask(T.max(columns - column, 0), 32) if columns < width else full
                 x = load(tile, row, column)
                 if centered:

@@ -14,18 +14,17 @@ The tiles of a sequence depend on nothing but its length, so its result does not
 # Annotations are evaluated here: TileLang reads those of a kernel's parameters, which name local variables.
 import dataclasses
 import math
-import pathlib
 from typing import Any, NamedTuple
 
 from glass_jax import errors
 from glass_jax.hw import chips
 from glass_jax.hw.program import Space
-from glass_jax.lowering import tiling
+from glass_jax.lowering import artifact, tiling
+from glass_jax.lowering.tilelang.kernels import vectors
+from glass_jax.lowering.tiling import DTYPES, LANES
 
-DTYPES = ("float32", "float16", "bfloat16")
 ALIGNMENT = 16  # page sizes and head dimensions are multiples of it: the cube's blocks
 
-_LANES = 64  # float32 elements of a vector register
 _TILE = 256  # most tokens of a step
 _ROWS = 64  # most heads of a block; half of them where a head is wider than 256 numbers
 
@@ -96,7 +95,7 @@ class PagedAttentionKernel:
       pages: pages of the cache.
       page: tokens of a page, a multiple of 16.
       table_pages: entries of a sequence in the page table.
-      dtype: one of :data:`DTYPES`.
+      dtype: one of ``tiling.DTYPES``.
       scale: what scores are multiplied by.
 
     Raises:
@@ -114,14 +113,10 @@ class PagedAttentionKernel:
     scale: float
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise errors.HardwareConstraintError(f"paged_attention kernel: dtype={self.dtype!r}; use one of {DTYPES}")
-        for field in ("batch", "groups", "kv_heads", "pages", "table_pages", "head_dim", "page"):
-            multiple = ALIGNMENT if field in ("head_dim", "page") else 1
-            if (size := getattr(self, field)) < 1 or size % multiple:
-                raise errors.HardwareConstraintError(
-                    f"paged_attention kernel: {field}={size} must be a positive multiple of {multiple}"
-                )
+        artifact.check_choice("paged_attention", "dtype", self.dtype, DTYPES)
+        extents = ("batch", "groups", "kv_heads", "pages", "table_pages", "head_dim", "page")
+        multiples = {"head_dim": ALIGNMENT, "page": ALIGNMENT}
+        artifact.check_extents("paged_attention", {name: getattr(self, name) for name in extents}, multiples)
 
     @property
     def name(self) -> str:
@@ -151,7 +146,7 @@ class PagedAttentionKernel:
           OutOfOnChipMemoryError: not even the smallest tile fits.
         """
         have = chips.get(chip)
-        register = _LANES * 4 // tiling.itemsize(self.dtype)  # scores whose probabilities fill a register
+        register = LANES * 4 // tiling.itemsize(self.dtype)  # scores whose probabilities fill a register
         for tokens, versions in ((_TILE, 2), (128, 2), (64, 2), (128, 1), (64, 1)):
             room = self._room(tokens, versions)
             if tokens % register == 0 and all(need <= have.capacity(space) for space, need in room.items()):
@@ -175,7 +170,7 @@ class PagedAttentionKernel:
             Space.UB: 2 * half * tokens * 4
             + 2 * (half + 1) * tokens * size
             + half * dim * (3 * 4 + size)
-            + (3 * _LANES + tokens) * 4,
+            + (3 * LANES + tokens) * 4,
         }
 
     def describe(self, chip: str) -> str:
@@ -189,7 +184,7 @@ class PagedAttentionKernel:
 
     def fingerprint(self, chip: str) -> str:
         """This file and everything that decides what :meth:`build` makes."""
-        return f"{pathlib.Path(__file__).read_text()}\n{self!r}\n{self.plan(chip)!r}"
+        return artifact.fingerprint(self, self.plan(chip), __file__, vectors.__file__)
 
     def build(self, chip: str) -> object:
         """The TileLang PrimFunc for ``chip``."""
@@ -230,10 +225,10 @@ class PagedAttentionKernel:
                 new = T.alloc_shared((half, dim), "float32")
                 o = T.alloc_shared((half, dim), "float32")
                 result = T.alloc_shared((half, dim), dtype)
-                m = T.alloc_shared((_LANES,), "float32")
-                total = T.alloc_shared((_LANES,), "float32")
-                alpha = T.alloc_shared((_LANES,), "float32")
-                sums = T.alloc_shared((tokens // _LANES, _LANES), "float32")
+                m = T.alloc_shared((LANES,), "float32")
+                total = T.alloc_shared((LANES,), "float32")
+                alpha = T.alloc_shared((LANES,), "float32")
+                sums = T.alloc_shared((tokens // LANES, LANES), "float32")
                 T.annotate_layout({p: make_ascend_compact_nz_layout(p)})
                 T.annotate_buffer_versions(
                     {k_l1: plan.versions, v_l1: plan.versions, s_l0c: 2, o_l0c: 2, s: 2, p: 2, new: 2}
@@ -276,7 +271,7 @@ def _softmax(plan: Plan, rows: Rows, dtype: str, scale: float) -> Any:
     from tilelang.ascend.language import simd as S
 
     wide = dtype == "float32"
-    columns = _LANES if wide else 2 * _LANES  # probabilities of a register
+    columns = LANES if wide else 2 * LANES  # probabilities of a register
     apart = rows.half + 1  # blocks from one block of a row to the next, as TileLang's copy of packed tiles wants it
 
     @T.macro
@@ -290,10 +285,10 @@ def _softmax(plan: Plan, rows: Rows, dtype: str, scale: float) -> Any:
             for row in range(rows.live):
                 largest = S.alloc_var("float32")
                 largest = S.vld(m[row], "BRC_B32")
-                for i in T.unroll(plan.tokens // _LANES):
-                    scores = S.vmuls(S.vld(s[row, i * _LANES]), T.float32(scale), full)
-                    scores = S.vsel(scores, unseen, S.update_mask(T.max(seen - i * _LANES, 0), 32))
-                    S.vsts(s[row, i * _LANES], scores, full)
+                for i in T.unroll(plan.tokens // LANES):
+                    scores = S.vmuls(S.vld(s[row, i * LANES]), T.float32(scale), full)
+                    scores = S.vsel(scores, unseen, S.update_mask(T.max(seen - i * LANES, 0), 32))
+                    S.vsts(s[row, i * LANES], scores, full)
                     largest = S.vmax(largest, scores, full)
                 S.vsts(m[row], S.vcmax(largest, full), full, "ONEPT_B32")
             S.mem_bar("VST_VLD")
@@ -306,7 +301,7 @@ def _softmax(plan: Plan, rows: Rows, dtype: str, scale: float) -> Any:
                         S.vsts(sums[i, row], S.vcadd(left, full), full, "ONEPT_B32")
                         target = S.vsstb(left, target, T.int32(apart << 16 | 1), full, update=True)
                     else:
-                        right = S.vexpdif(S.vld(s[row, i * columns + _LANES]), maximum, full)
+                        right = S.vexpdif(S.vld(s[row, i * columns + LANES]), maximum, full)
                         S.vsts(sums[i, row], S.vcadd(S.vadd(left, right, full), full), full, "ONEPT_B32")
                         narrow, _ = S.vdintlv(
                             S.vcvt(left, dtype, full, sat=False), S.vcvt(right, dtype, full, sat=False)
@@ -329,9 +324,11 @@ def _output(rows: Rows, dim: int, dtype: str) -> tuple[Any, Any, Any]:
     import tilelang.ascend.language as T
     from tilelang.ascend.language import simd as S
 
+    store = vectors.store(dtype)
+
     def inside(full, column):
         """The lanes of a register that belong to the row."""
-        return full if dim % _LANES == 0 else S.update_mask(T.min(dim - column, _LANES), 32)
+        return full if dim % LANES == 0 else S.update_mask(T.min(dim - column, LANES), 32)
 
     @T.macro
     def start(o, m, total):
@@ -342,7 +339,7 @@ def _output(rows: Rows, dim: int, dtype: str) -> tuple[Any, Any, Any]:
             S.vsts(m[0], S.vdup(-T.infinity("float32"), "float32", full), full)
             S.vsts(total[0], zero, full)
             for row in range(rows.live):
-                for column in range(0, dim, _LANES):
+                for column in range(0, dim, LANES):
                     S.vsts(o[row, column], zero, inside(full, column))
 
     @T.macro
@@ -352,7 +349,7 @@ def _output(rows: Rows, dim: int, dtype: str) -> tuple[Any, Any, Any]:
             full = S.pset(32)
             for row in range(rows.live):
                 worth = S.vld(alpha[row], "BRC_B32")
-                for column in range(0, dim, _LANES):
+                for column in range(0, dim, LANES):
                     kept = S.vmul(S.vld(o[row, column]), worth, full)
                     S.vsts(o[row, column], S.vadd(kept, S.vld(new[row, column]), full), inside(full, column))
 
@@ -363,12 +360,7 @@ def _output(rows: Rows, dim: int, dtype: str) -> tuple[Any, Any, Any]:
             full = S.pset(32)
             for row in range(rows.live):
                 divisor = S.vmaxs(S.vld(total[row], "BRC_B32"), T.float32(1), full)
-                for column in range(0, dim, _LANES):
-                    mean = S.vdiv(S.vld(o[row, column]), divisor, full)
-                    if dtype == "float32":
-                        S.vsts(result[row, column], mean, inside(full, column))
-                    else:
-                        narrow = S.vcvt(mean, dtype, full, sat=False)
-                        S.vsts(result[row, column], narrow, inside(full, column), "PK_B32")
+                for column in range(0, dim, LANES):
+                    store(result, row, column, S.vdiv(S.vld(o[row, column]), divisor, full), inside(full, column))
 
     return start, accumulate, finish

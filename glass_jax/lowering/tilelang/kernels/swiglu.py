@@ -7,18 +7,14 @@ there: while one is computed, the next is loaded and the one before is stored.
 
 # Annotations are evaluated here: TileLang reads those of a kernel's parameters, which name local variables.
 import dataclasses
-import inspect
 import math
-import pathlib
 
 from glass_jax import errors
 from glass_jax.hw import chips
-from glass_jax.lowering import tiling
+from glass_jax.lowering import artifact, tiling
 from glass_jax.lowering.tilelang.kernels import vectors
+from glass_jax.lowering.tiling import DTYPES, LANES
 
-DTYPES = ("float32", "float16", "bfloat16")
-
-_LANES = 64  # float32 elements of a register
 _TILE_BYTES = 32 * 1024  # twice what a copy needs to run at full rate; a ring of three and one of two fit every chip
 _RING = 3  # of gate: a tile that is loaded, one that is computed, one that is stored
 
@@ -31,7 +27,7 @@ class SwigluKernel:
 
     Attributes:
       elements: of each operand, any positive number.
-      dtype: one of :data:`DTYPES`.
+      dtype: one of ``tiling.DTYPES``.
 
     Raises:
       HardwareConstraintError: an extent or dtype is not one of those above.
@@ -41,8 +37,7 @@ class SwigluKernel:
     dtype: str
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise errors.HardwareConstraintError(f"swiglu kernel: dtype={self.dtype!r}; use one of {DTYPES}")
+        artifact.check_choice("swiglu", "dtype", self.dtype, DTYPES)
         if self.elements < 1:
             raise errors.HardwareConstraintError(f"swiglu kernel: elements={self.elements} must be positive")
 
@@ -64,7 +59,7 @@ class SwigluKernel:
     def plan(self, chip: str) -> tuple[int, int]:
         """Elements of a tile, whole registers, and the number of blocks to launch."""
         cores = chips.get(chip).vector_cores
-        share = math.ceil(math.ceil(self.elements / cores) / _LANES) * _LANES
+        share = math.ceil(math.ceil(self.elements / cores) / LANES) * LANES
         tile = min(_TILE_BYTES // tiling.itemsize(self.dtype), share)
         return tile, min(cores, math.ceil(self.elements / tile))
 
@@ -76,7 +71,7 @@ class SwigluKernel:
 
     def fingerprint(self, chip: str) -> str:
         """This file and everything that decides what :meth:`build` makes."""
-        return f"{pathlib.Path(__file__).read_text()}\n{inspect.getsource(vectors)}\n{self!r}\n{self.plan(chip)!r}"
+        return artifact.fingerprint(self, self.plan(chip), __file__, vectors.__file__)
 
     def build(self, chip: str) -> object:
         """The TileLang PrimFunc for ``chip``."""
@@ -103,7 +98,7 @@ class SwigluKernel:
                     T.copy(up[start : start + tile], u[0, 0:tile])
                     with T.SimdVF():
                         full = S.pset(32)
-                        for column in range(0, tile, _LANES):
+                        for column in range(0, tile, LANES):
                             x = load(g, 0, column)
                             divisor = S.vadds(S.vexp(S.vneg(x, full), full), T.float32(1.0), full)
                             silu = S.vdiv(x, divisor, full, precision=quotient)

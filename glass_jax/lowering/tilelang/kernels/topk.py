@@ -13,18 +13,17 @@ have any length. Nothing of it but what was chosen is kept on the chip.
 # Annotations are evaluated here: TileLang reads those of a kernel's parameters, which name local variables.
 import dataclasses
 import math
-import pathlib
 from typing import Any
 
 from glass_jax import errors
 from glass_jax.hw import chips
-from glass_jax.lowering import tiling
+from glass_jax.lowering import artifact, tiling
+from glass_jax.lowering.tiling import LANES
 from glass_jax.lowering.xla.topk import NO_INDEX
 
 INFINITY = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}  # bits; those of a NaN are larger
 MAX_K = 4096
 
-_LANES = 64  # 32-bit elements of a register
 _BYTES = 256  # of a register, and values of a byte
 _TILE_BYTES = 32 * 1024  # twice what a copy needs to run at full rate; less elements than a histogram's 16 bits count
 
@@ -58,8 +57,7 @@ class TopkKernel:
     dtype: str
 
     def __post_init__(self) -> None:
-        if self.dtype not in INFINITY:
-            raise errors.HardwareConstraintError(f"topk kernel: dtype={self.dtype!r}; use one of {tuple(INFINITY)}")
+        artifact.check_choice("topk", "dtype", self.dtype, tuple(INFINITY))
         for field in ("rows", "columns", "k"):
             if (size := getattr(self, field)) < 1:
                 raise errors.HardwareConstraintError(f"topk kernel: {field}={size} must be positive")
@@ -94,7 +92,7 @@ class TopkKernel:
     @property
     def width(self) -> int:
         """Places for results in the unified buffer, whole registers."""
-        return math.ceil(self.k / _LANES) * _LANES
+        return math.ceil(self.k / LANES) * LANES
 
     def describe(self, chip: str) -> str:
         """The tiling in one line."""
@@ -106,7 +104,7 @@ class TopkKernel:
 
     def fingerprint(self, chip: str) -> str:
         """This file and everything that decides what :meth:`build` makes."""
-        return f"{pathlib.Path(__file__).read_text()}\n{self!r}\n{chips.get(chip).vector_cores}"
+        return artifact.fingerprint(self, chips.get(chip).vector_cores, __file__)
 
     def build(self, chip: str) -> object:
         """The TileLang PrimFunc for ``chip``."""
@@ -131,11 +129,11 @@ class TopkKernel:
                 counts = T.alloc_shared((_BYTES,), "uint32")
                 # Each in all lanes: the last key to be chosen; how many that have it are; of the elements before, how
                 # many have a smaller key and how many have this one; the largest magnitude, as bits.
-                last = T.alloc_shared((_LANES,), "uint32")
-                quota = T.alloc_shared((_LANES,), "uint32")
-                smaller = T.alloc_shared((_LANES,), "uint32")
-                equal = T.alloc_shared((_LANES,), "uint32")
-                largest = T.alloc_shared((_LANES,), "uint32")
+                last = T.alloc_shared((LANES,), "uint32")
+                quota = T.alloc_shared((LANES,), "uint32")
+                smaller = T.alloc_shared((LANES,), "uint32")
+                equal = T.alloc_shared((LANES,), "uint32")
+                largest = T.alloc_shared((LANES,), "uint32")
                 found = T.alloc_shared((width,), "uint32")
                 where = T.alloc_shared((width,), "int32")
                 result = T.alloc_shared((width,), bits)
@@ -223,7 +221,7 @@ def _search(kernel: TopkKernel) -> tuple[Any, Any, Any]:
     @T.macro
     def clear(counts):
         full = S.pset(32)
-        for i in range(0, _BYTES, _LANES):
+        for i in range(0, _BYTES, LANES):
             S.vsts(counts[i], S.vdup(T.uint32(0), "uint32", full), full)
 
     @T.macro
@@ -242,7 +240,7 @@ def _search(kernel: TopkKernel) -> tuple[Any, Any, Any]:
             S.chistv2(sums[0], low, mask, 0)
             S.chistv2(sums[1], low, mask, 1)
         for i in T.unroll(2, explicit=True):
-            low, high = 2 * i * _LANES, (2 * i + 1) * _LANES
+            low, high = 2 * i * LANES, (2 * i + 1) * LANES
             S.vsts(counts[low], S.vadd(S.vld(counts[low]), S.vunpack(sums[i], 0), full), full)
             S.vsts(counts[high], S.vadd(S.vld(counts[high]), S.vunpack(sums[i], 1), full), full)
 
@@ -255,7 +253,7 @@ def _search(kernel: TopkKernel) -> tuple[Any, Any, Any]:
         number, below = S.alloc_local(1, "uint32"), S.alloc_local(1, "uint32")
         number[0] = zero
         below[0] = zero
-        for i in range(0, _BYTES, _LANES):
+        for i in range(0, _BYTES, LANES):
             seen = S.vld(counts[i])
             less = S.vcmp(seen, wanted, full, "lt")
             number[0] = S.vadd(number[0], S.vsel(one, zero, less), full)
@@ -286,7 +284,7 @@ def _selection(kernel: TopkKernel) -> tuple[Any, Any, Any]:
         S.vsts(smaller[0], zero, full)
         S.vsts(equal[0], zero, full)
         S.vsts(largest[0], zero, full)
-        for i in range(0, kernel.width, _LANES):
+        for i in range(0, kernel.width, LANES):
             S.vsts(found[i], S.vdup(T.uint32(sign + infinity), "uint32", full), full)
             S.vsts(where[i], S.vdup(T.int32(NO_INDEX), "int32", full), full)
 
@@ -305,8 +303,8 @@ def _selection(kernel: TopkKernel) -> tuple[Any, Any, Any]:
         before[0] = S.vld(smaller[0])
         before[1] = S.vld(equal[0])
         before[2] = S.vld(largest[0])
-        for group in range(T.ceildiv(T.min(length - first, kernel.tile), _LANES)):
-            start = group * _LANES
+        for group in range(T.ceildiv(T.min(length - first, kernel.tile), LANES)):
+            start = group * LANES
             mask = S.update_mask(length - first - start, 32)
             bits = T.reinterpret(S.vld(tile[start], "UNPK_B16"), "uint32x64") if is_short else S.vld(tile[start])
             keys = key(bits)
@@ -330,7 +328,7 @@ def _selection(kernel: TopkKernel) -> tuple[Any, Any, Any]:
         most = S.vdupv(S.vcmax(S.vld(largest[0]), full), full)
         poisoned = S.vcmps(most, T.uint32(infinity), full, "gt")
         nan = S.vdup(T.uint32(sign - 1), "uint32", full)
-        for i in range(0, kernel.width, _LANES):
+        for i in range(0, kernel.width, LANES):
             bits = S.vsel(nan, S.vld(found[i]), poisoned)
             if is_short:
                 S.vsts(result[i], T.reinterpret(bits, "uint16x128"), full, "PK_B32")

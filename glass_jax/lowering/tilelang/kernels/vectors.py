@@ -76,3 +76,17 @@ def gelu(approximate: bool) -> Any:
         return S.vsub(S.vrelu(z, mask), S.vmul(magnitude, half_erfc, mask), mask)
 
     return by_tanh if approximate else by_erfc
+
+
+def inverse_deviation(columns: int, eps: float) -> Any:
+    """The macro ``invert(squares, mask)``: ``1 / sqrt(squares / columns + eps)`` of 64 rows, in place."""
+    import tilelang.ascend.language as T
+    from tilelang.ascend.language import simd as S
+
+    @T.macro
+    def invert(squares, mask):
+        variance = S.vmuls(S.vld(squares[0]), T.float32(1 / columns), mask)
+        deviation = S.vsqrt(S.vadds(variance, T.float32(eps), mask), mask)
+        S.vsts(squares[0], S.vdiv(S.vdup(1.0, "float32", mask), deviation, mask), mask)
+
+    return invert
