@@ -5,6 +5,7 @@ import pathlib
 
 import hypothesis
 import jax
+import pytest
 
 _ROOT = pathlib.Path(__file__).parent.parent
 os.environ.setdefault("GLASS_CACHE_DIR", str(_ROOT / ".cache" / "kernels"))
@@ -14,3 +15,18 @@ jax.config.update("jax_num_cpu_devices", 16)
 # Property tests try the same examples in every run, so that a failure is of the change that it appears with.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("repeatable")
+
+# Models and modules are judged within a tolerance, and nearly all of their time is XLA's compiler. Everything else,
+# bits above all, is tested as a user compiles it, and so are these by `make test-all`.
+_QUICKLY_COMPILED = ("fusion", "models", "nn")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quickly_compiled(request):
+    folder = request.path.relative_to(_ROOT / "tests").parts[0]
+    if folder not in _QUICKLY_COMPILED or "not slow" not in request.config.option.markexpr:
+        yield
+        return
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

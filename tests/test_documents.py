@@ -30,7 +30,8 @@ def handle_of(x, topk_idx, topk_weights):
     return glass.sharding.moe_dispatch(x, topk_idx, topk_weights, axis_name="x", num_experts=64, capacity=8)[1]
 
 
-handle = mesh.shard_map(handle_of, in_specs=jax.P("x"), out_specs=jax.P("x"))(x, 0 * topk_idx, topk_weights)
+handles = jax.jit(mesh.shard_map(handle_of, in_specs=jax.P("x"), out_specs=jax.P("x")))
+handle = handles(x, 0 * topk_idx, topk_weights)
 try:
     <1>
 except glass.errors.CollectiveError as error:
@@ -46,17 +47,19 @@ def program(x, topk_idx, topk_weights):
 
 
 simulated = glass.sharding.SimulatedMesh({"x": 32})
-simulated.shard_map(program, in_specs=jax.P("x"), out_specs=jax.P("x"))(x, topk_idx, topk_weights)
+jax.jit(simulated.shard_map(program, in_specs=jax.P("x"), out_specs=jax.P("x")))(x, topk_idx, topk_weights)
 
 
 def gather(pages, slots, cache):
     <3>
-    return cache, lost[None]
+    return cache, lost
 
 
-pages, cache = jnp.ones((8, 4, 2)), jnp.zeros((8 * 8, 4, 2))
-slots = jnp.tile(jnp.arange(8, dtype=jnp.int32), 8)
-kept = mesh.shard_map(gather, in_specs=(jax.P("x"), jax.P(), jax.P("x")), out_specs=jax.P("x"))
+pages, cache = jnp.ones((8, 4, 2)) * jnp.arange(8.0)[:, None, None], jnp.zeros((8 * 9, 4, 2))
+gathered = jax.jit(mesh.shard_map(gather, in_specs=jax.P("x"), out_specs=jax.P("x")))
+kept, lost = gathered(pages, 8 - jnp.arange(8), cache)
+np.testing.assert_array_equal(kept[:, 0, 0], np.tile([0, 7, 6, 5, 4, 3, 2, 1, 0], 8))
+assert not lost.any()
 """,
     "fusion.md": """
 params = {"scale": jnp.ones(256), "shift": jnp.zeros(256), "up": jnp.ones((256, 1024)), "bias": jnp.ones(1024)}

@@ -31,7 +31,7 @@ def check_many(count, start):
 
 @pytest.mark.parametrize("start", [0, 1])
 def test_random_kernels(start):
-    check_many(250, start)
+    check_many(100, start)
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ def start(output: pathlib.Path, **changes) -> subprocess.Popen:
     defaults = {"devices": 2, "processes": 1, "process": 0, "port": 0, "steps": STEPS, "every": 2, "resume": False}
     options = defaults | {"output": str(output)} | changes
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # much of their time is XLA's compiler
     environment.pop("XLA_FLAGS", None)
     program = pathlib.Path(__file__).with_name("training_program.py")
     return subprocess.Popen(
