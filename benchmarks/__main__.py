@@ -30,6 +30,7 @@ from benchmarks import (
     npu_model,
     paged_attention,
     planner,
+    scaled_gemm,
     startup,
     topk,
 )
@@ -45,6 +46,8 @@ BENCHMARKS: dict[str, Callable[[], list[Report]]] = {
     "cpu_gemm_float32": cpu_gemm.float32,
     "cpu_grouped_gemm": grouped_gemm.cpu,
     "cpu_grouped_gemm_gradients": grouped_gemm.gradients,
+    "cpu_scaled_gemm": scaled_gemm.cpu,
+    "cpu_quantize": scaled_gemm.quantize,
     "cpu_mla_decode": mla_decode.cpu,
     "cpu_mla_prefill": mla_prefill.forward,
     "cpu_mla_prefill_gradient": mla_prefill.gradient,

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from glass_jax.primitives.moe_gate import moe_gate
     from glass_jax.primitives.normalization import layer_norm, rms_norm
     from glass_jax.primitives.paged_attention import paged_attention
+    from glass_jax.primitives.quantize import quantize
+    from glass_jax.primitives.scaled_gemm import scaled_gemm
     from glass_jax.primitives.swiglu import swiglu
     from glass_jax.primitives.topk import topk
     from glass_jax.verification import verify
@@ -41,7 +43,9 @@ __all__ = [
     "moe_gate",
     "nn",
     "paged_attention",
+    "quantize",
     "rms_norm",
+    "scaled_gemm",
     "sharding",
     "swiglu",
     "tilelang_call",
@@ -63,7 +67,9 @@ _LOADED_ON_USE = {
     "mla_prefill": "glass_jax.primitives.mla_prefill",
     "moe_gate": "glass_jax.primitives.moe_gate",
     "paged_attention": "glass_jax.primitives.paged_attention",
+    "quantize": "glass_jax.primitives.quantize",
     "rms_norm": "glass_jax.primitives.normalization",
+    "scaled_gemm": "glass_jax.primitives.scaled_gemm",
     "swiglu": "glass_jax.primitives.swiglu",
     "topk": "glass_jax.primitives.topk",
     "verify": "glass_jax.verification",

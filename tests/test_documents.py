@@ -90,6 +90,12 @@ assert int(load.sum()) == 2 * 16 * 2
 <1>
 assert config == TINY and [len(text) for text in texts] == [8, 8, 8]
 """,
+    "operations.md": """
+x, w = (np.random.default_rng(0).normal(size=(rows, 300)).astype("float32") for rows in (5, 200))
+<0>
+assert y.dtype == "bfloat16" and lhs_scale.shape == (5, 3) and rhs_scale.shape == (2, 3)
+assert np.linalg.norm(y - x @ w.T) < 0.05 * np.linalg.norm(x @ w.T)
+""",
     "planning.md": """
 <0>
 assert plan.algorithm == "halving_doubling" and round(plan.seconds, 5) == 0.00109

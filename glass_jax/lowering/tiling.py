@@ -20,6 +20,7 @@ REGISTER_BYTES = REGISTER_BITS // 8  # of a vector register
 LANES = REGISTER_BYTES // 4  # float32 elements of one
 DTYPES = ("float32", "float16", "bfloat16")  # that the vector units compute with
 
+SCALE_DEPTH = 32  # elements of K that share a scale of the MX formats, which the cube takes in pairs
 MAD_HEAD_CYCLES = 6  # start of one cube instruction
 
 _BLOCKS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
@@ -59,6 +60,7 @@ class GemmProblem:
       cube_dtype: operand type, as ``Chip.cube_k`` names it.
       epilogue: whether the vector units work on the accumulators before they are stored.
       lhs_row, rhs_row: ``"m"`` or ``"k"``, ``"n"`` or ``"k"``: the dimension that is contiguous in global memory.
+      scaled: whether operands have a byte of scale for :data:`SCALE_DEPTH` elements of K, loaded beside them.
     """
 
     batch: int
@@ -71,6 +73,12 @@ class GemmProblem:
     epilogue: bool
     lhs_row: str = "k"
     rhs_row: str = "n"
+    scaled: bool = False
+
+    @property
+    def k_unit(self) -> int:
+        """What the depth of every tile of the operands is a multiple of: a block, or two of scales."""
+        return 2 * SCALE_DEPTH if self.scaled else chips.C0_BYTES // self.operand_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,12 +115,23 @@ def l0_depth(tiles: GemmTiles, operand_bytes: int, chip: chips.Chip) -> int:
     return next((count * c0 for count in range(room, 0, -1) if tiles.block_k % (count * c0) == 0), 0)
 
 
+def describe(problem: GemmProblem, plan: GemmPlan, chip: chips.Chip) -> str:
+    """The tiling in one line, for people."""
+    tiles, blocks = plan.tiles, block_count(problem, plan.tiles)
+    return (
+        f"tiles {tiles.block_m}x{tiles.block_n}x{tiles.block_k} ({tiles.stages} stages, L0 depth "
+        f"{l0_depth(tiles, problem.operand_bytes, chip)}), {blocks} tiles on {plan.cores} cores in "
+        f"{-(-blocks // plan.cores)} waves, {'double' if plan.accumulators == 2 else 'single'}-buffered accumulators"
+    )
+
+
 def _room(problem: GemmProblem, tiles: GemmTiles) -> dict[Space, int]:
     """Bytes of one version of what each memory holds; all stages of the operand tiles."""
     tile = tiles.block_m * tiles.block_n
     half_tile, row = tile // 2, tiles.block_n * 4  # each of the two vector units works on half of the rows
+    row_bytes = tiles.block_k * problem.operand_bytes + (tiles.block_k // SCALE_DEPTH if problem.scaled else 0)
     return {
-        Space.L1: tiles.stages * (tiles.block_m + tiles.block_n) * tiles.block_k * problem.operand_bytes,
+        Space.L1: tiles.stages * (tiles.block_m + tiles.block_n) * row_bytes,
         Space.L0C: tile * 4,
         Space.UB: half_tile * (4 + problem.out_bytes) + row if problem.epilogue else 0,
     }
@@ -134,17 +153,23 @@ def plan(problem: GemmProblem, tiles: GemmTiles, chip: chips.Chip) -> GemmPlan:
       OutOfOnChipMemoryError: they do not fit.
       HardwareConstraintError: they are not what the cube takes.
     """
-    c0 = chips.C0_BYTES // problem.operand_bytes
     for name, size, multiple in (
         ("block_m", tiles.block_m, chips.CUBE_M),
         ("block_n", tiles.block_n, chips.CUBE_N),
-        ("block_k", tiles.block_k, c0),
+        ("block_k", tiles.block_k, problem.k_unit),
         ("stages", tiles.stages, 1),
     ):
         if size <= 0 or size % multiple:
             raise errors.HardwareConstraintError(f"gemm tiles: {name}={size} must be a positive multiple of {multiple}")
     need, have = _room(problem, tiles), _capacity(problem, chip)
-    if not l0_depth(tiles, problem.operand_bytes, chip):
+    depth = l0_depth(tiles, problem.operand_bytes, chip)
+    if depth % problem.k_unit:
+        raise errors.OutOfOnChipMemoryError(
+            f"gemm tiles {tiles.block_m}x{tiles.block_n}x{tiles.block_k}: the largest part of block_k that L0 of "
+            f"{chip.name} has room for is {depth}, no multiple of {problem.k_unit}, which a pair of scales is for. "
+            "Take a power of two as block_k"
+        )
+    if not depth:
         need[Space.L0A] = 2 * tiles.block_m * chips.C0_BYTES
         need[Space.L0B] = 2 * tiles.block_n * chips.C0_BYTES
         have |= {space: chip.capacity(space) for space in (Space.L0A, Space.L0B)}
@@ -198,6 +223,9 @@ def _pipeline_cycles(problem: GemmProblem, plan: GemmPlan, chip: chips.Chip) -> 
     lhs_rows, rhs_rows = extent["k" if problem.lhs_row == "m" else "m"], extent["k" if problem.rhs_row == "n" else "n"]
     load = _gm_cycles(lhs_rows, extent[problem.lhs_row] * size, l2_rate)
     load += _gm_cycles(rhs_rows, extent[problem.rhs_row] * size, l2_rate)
+    if problem.scaled:
+        pairs = extent["k"] // problem.k_unit
+        load += sum(_gm_cycles(pairs, 2 * extent[dim], l2_rate) for dim in "mn")
 
     store = tiles.block_m * tiles.block_n * 4 / chip.bytes_per_cycle[Space.L0C, Space.UB]
     store += _gm_cycles(extent["m"], extent["n"] * problem.out_bytes, l2_rate)
@@ -210,8 +238,7 @@ def _pipeline_cycles(problem: GemmProblem, plan: GemmPlan, chip: chips.Chip) -> 
 
 def _candidates(problem: GemmProblem) -> list[GemmTiles]:
     """Tiles no larger than the problem, the whole of a short K among the depths."""
-    c0 = chips.C0_BYTES // problem.operand_bytes
-    whole_k = -(-problem.k // c0) * c0
+    whole_k = -(-problem.k // problem.k_unit) * problem.k_unit
 
     def useful(sizes: set[int], limit: int) -> list[int]:
         return sorted(size for size in sizes if size <= limit) or [min(sizes)]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from glass_jax.lowering import partition
 
 
 def varying(x: jax.Array) -> frozenset[str]:
@@ -34,3 +37,35 @@ def is_sharded(aval: jax.core.ShapedArray) -> bool:
 def lead(operands: Sequence[jax.Array], dims: Sequence[int | None]) -> list[jax.Array]:
     """``operands`` of a batching rule with the mapped dimension first, of size 1 where an operand is not mapped."""
     return [x[None] if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(operands, dims, strict=True)]
+
+
+def into_blocks(x: jax.Array, axis: int, size: int) -> jax.Array:
+    """``x`` with ``axis``, not negative, as two: blocks, and the ``size`` elements of each, zeros after the last ones.
+
+    Over Explicit mesh axes the blocks stay sharded where every device has whole ones; else each device has all.
+    """
+    length = x.shape[axis]
+    if is_sharded(aval := jax.typeof(x)):
+        mesh, spec = aval.sharding.mesh, list(aval.sharding.spec)
+        if length % (size * math.prod(mesh.shape[name] for name in partition.axes(spec[axis]))):
+            spec[axis] = None
+            x = jax.sharding.reshard(x, jax.NamedSharding(mesh, jax.P(*spec)))
+    if length % size:
+        x = jnp.pad(x, [(0, -length % size if d == axis else 0) for d in range(x.ndim)])
+    return x.reshape(*x.shape[:axis], -(-length // size), size, *x.shape[axis + 1 :])
+
+
+def out_of_blocks(x: jax.Array, axis: int, length: int) -> jax.Array:
+    """``x`` with the two dimensions at ``axis`` as one again, of which the first ``length`` elements."""
+    if x.shape[axis] * x.shape[axis + 1] == length:
+        return lax.collapse(x, axis, axis + 2)
+    if is_sharded(aval := jax.typeof(x)):
+        spec = [None if d == axis else entry for d, entry in enumerate(aval.sharding.spec)]
+        x = jax.sharding.reshard(x, jax.NamedSharding(aval.sharding.mesh, jax.P(*spec)))
+    return lax.slice_in_dim(lax.collapse(x, axis, axis + 2), 0, length, axis=axis)
+
+
+def repeated(x: jax.Array, axis: int, repeats: int, length: int) -> jax.Array:
+    """``x`` with each element ``repeats`` times along ``axis``, not negative; of that the first ``length`` ones."""
+    blocks = jnp.repeat(jnp.expand_dims(x, axis + 1), repeats, axis + 1)
+    return out_of_blocks(blocks, axis, length)

@@ -161,8 +161,16 @@ class _Unit:
         a, b, c = (self.slice(region) for region in (stmt.a, stmt.b, stmt.c))
         wide = np.int64 if c.dtype.kind == "i" else np.float64
         a, b = a.astype(wide), b.astype(wide)
+        if scales := stmt.attrs.get("scales"):
+            a, b = (self.scaled(x, region) for x, region in zip((a, b), scales, strict=True))
         total = (a.T if stmt.transpose_a else a) @ (b.T if stmt.transpose_b else b)
         c[...] = total.astype(c.dtype) if self.value(stmt.clear) else (c.astype(wide) + total).astype(c.dtype)
+
+    def scaled(self, x: np.ndarray, region: ir.Region) -> np.ndarray:
+        """``x`` ``[rows, k]`` times its scales of e8m0, a byte for 32 elements of a row."""
+        exponents = np.ascontiguousarray(self.slice(region)).view(np.uint8).reshape(len(x), -1)
+        scales = np.where(exponents == 255, np.nan, np.exp2(exponents.astype(np.float64) - 127))
+        return x * np.repeat(scales, 32, axis=1)
 
 
 def relative_error(got: np.ndarray, want: np.ndarray) -> float:

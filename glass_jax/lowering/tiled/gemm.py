@@ -118,8 +118,8 @@ def _local(lhs: jax.Array, rhs: jax.Array, *bias: jax.Array, params) -> jax.Arra
     batch = jnp.broadcast_shapes(lhs.shape[:-2], rhs.shape[:-2])
     if params.alignment == "strict":
         check_alignment(m, n, k, lhs.dtype, rhs.dtype, params)
-    lhs, rhs, *bias = _fold(
-        lhs.astype(dtype), rhs.astype(dtype), *bias, batch=batch, fold_rows=not params.transpose_lhs
+    (lhs,), (rhs, *bias) = common.fold(
+        batch, (lhs.astype(dtype),), (rhs.astype(dtype), *bias), fold_rows=not params.transpose_lhs
     )
 
     multiples = _alignment(lhs.dtype, rhs.dtype, params)
@@ -146,19 +146,3 @@ def _local(lhs: jax.Array, rhs: jax.Array, *bias: jax.Array, params) -> jax.Arra
     )
     (out,) = common.run(kernel, lhs, rhs, *bias, implementation=params.implementation, chip=params.chip)
     return out[:, :rows, :n].reshape(*batch, m, n)
-
-
-def _fold(lhs, rhs, *bias, batch, fold_rows):
-    """The operands with one batch dimension, of the full size or 1."""
-    if fold_rows and all(size == 1 for x in (rhs, *bias) for size in x.shape[: len(batch)]):
-        # rhs serves the whole batch: the batch is more rows of lhs.
-        return (lhs.reshape(1, -1, lhs.shape[-1]), *(x.reshape(1, *x.shape[len(batch) :]) for x in (rhs, *bias)))
-
-    def flat(x):
-        tail = x.shape[len(batch) :]
-        if all(size == 1 for size in x.shape[: len(batch)]):
-            return x.reshape(1, *tail)
-        # Only operands batched over some but not all of several batch dimensions are copied here.
-        return jnp.broadcast_to(x, (*batch, *tail)).reshape(-1, *tail)
-
-    return tuple(flat(x) for x in (lhs, rhs, *bias))

@@ -161,14 +161,7 @@ class GemmKernel:
 
     def describe(self, chip: str) -> str:
         """The tiling in one line."""
-        plan = self.plan(chip)
-        tiles, blocks = plan.tiles, tiling.block_count(self.problem, plan.tiles)
-        depth = tiling.l0_depth(tiles, self.problem.operand_bytes, chips.get(chip))
-        return (
-            f"tiles {tiles.block_m}x{tiles.block_n}x{tiles.block_k} ({tiles.stages} stages, L0 depth {depth}), "
-            f"{blocks} tiles on {plan.cores} cores in {math.ceil(blocks / plan.cores)} waves, "
-            f"{'double' if plan.accumulators == 2 else 'single'}-buffered accumulators"
-        )
+        return tiling.describe(self.problem, self.plan(chip), chips.get(chip))
 
     def fingerprint(self, chip: str) -> str:
         """This file and everything that decides what :meth:`build` makes."""
