@@ -41,8 +41,16 @@ class Ranks:
         index = lax.axis_index(self.axis_name)
         return index if self.numbers is None else jnp.asarray(np.argsort(self.numbers))[index]
 
-    def permute(self, x: jax.Array, dst: np.ndarray) -> jax.Array:
-        """Sends ``x`` to rank ``dst[r]``, -1 being nobody; ranks that nobody sends to receive something arbitrary."""
+    def permute(self, x: jax.Array, dst: np.ndarray, turn: jax.Array | int = 0) -> jax.Array:
+        """Sends ``x`` to rank ``dst[r]``, -1 being nobody; ranks that nobody sends to receive something arbitrary.
+
+        With ``turn``, the rank is ``(dst[r] + turn) mod P``. On devices it is a number: XLA's permutations are
+        constants.
+        """
+        if isinstance(turn, jax.Array):
+            source = (self.index() - turn) % len(dst)
+            return lax.all_gather(x, self.axis_name)[jnp.asarray(np.argsort(dst))[source]]  # all ranks' x is one array
+        dst = np.where(dst < 0, dst, (dst + turn) % len(dst))
         pairs = [(source, int(target)) for source, target in enumerate(dst) if target >= 0]
         if self.simulated and len(pairs) < len(dst):  # vmap has no partial permutations
             idle = np.flatnonzero(dst < 0)
@@ -137,9 +145,9 @@ def _receives(transfer: Transfer, t: jax.Array | int, rank: jax.Array) -> jax.Ar
     return receives & (first <= t) & (t <= last)
 
 
-def _dst(transfer: Transfer, t: jax.Array | int) -> np.ndarray:
-    """The permutation of repeat ``t``, a number if it changes; an idle rank's message is one that nobody keeps."""
-    return transfer.destinations(t) if transfer.turn else transfer.dst
+def _turn(transfer: Transfer, t: jax.Array | int) -> jax.Array | int:
+    """How far the destinations have moved in repeat ``t``."""
+    return transfer.turn * t if transfer.turn else 0
 
 
 class _Runner:
@@ -161,7 +169,7 @@ class _Runner:
         parts = tuple(buffer.reshape(count, -1, buffer.shape[1]))
         step = functools.partial(self._step, transfers, parts if phase.reads_start else None)
         changes = any(transfer.turn for transfer in phase.transfers)
-        if changes or phase.repeat == 1:  # the permutation of a loop cannot change
+        if phase.repeat == 1 or (changes and not self.ranks.simulated):  # see Ranks.permute
             for t in range(phase.repeat):
                 parts = step(t, parts)
         else:
@@ -229,7 +237,7 @@ class _Runner:
         """One repeat of a phase that is none of these, of transfers each in its part of the buffer."""
         sources = parts if sources is None else sources
         arrivals = [
-            self.ranks.permute(_take(sources[part], transfer.send, t, self.rank), _dst(transfer, t))
+            self.ranks.permute(_take(sources[part], transfer.send, t, self.rank), transfer.dst, _turn(transfer, t))
             for part, transfer in transfers
         ]
         parts = list(parts)

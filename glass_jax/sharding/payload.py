@@ -7,9 +7,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from glass_jax import errors
+from glass_jax.primitives.products import FLOAT8
+from glass_jax.primitives.quantize import quantize
 
 BLOCK = 128  # values that share a scale
-SMALLEST = 1e-4  # what the largest magnitude of a block counts as at least, so that no scale is zero
 
 
 def check(dtype: jnp.dtype, payload: jnp.dtype) -> None:
@@ -18,22 +19,21 @@ def check(dtype: jnp.dtype, payload: jnp.dtype) -> None:
         raise errors.CollectiveError(
             f"moe_dispatch: values of {dtype} cannot travel as {payload}; payload_dtype takes floating-point types only"
         )
+    if payload.itemsize == 1 and payload not in FLOAT8:
+        raise errors.CollectiveError(
+            f"moe_dispatch: values of {dtype} cannot travel as {payload}; use {' or '.join(map(str, FLOAT8))}"
+        )
 
 
 def encode(x: jax.Array, dtype: jnp.dtype | None) -> jax.Array:
     """``x`` ``[T, H]`` as it travels.
 
-    In 8 bits, a block's scale is its largest magnitude (at least 1e-4) over the largest number of ``dtype`` (448 in
-    float8_e4m3fn), and a row is its values' bytes followed by those of its float32 scales: uint8 ``[T, H +
-    4*ceil(H/128)]``.
+    In 8 bits, a row is the bytes of what :func:`glass_jax.quantize` makes of its values, followed by those of its
+    float32 scales: uint8 ``[T, H + 4*ceil(H/128)]``.
     """
     if dtype is None or dtype.itemsize > 1:
         return x if dtype is None else x.astype(dtype)
-    values = x.astype(jnp.float32)
-    blocks = _blocks(values)
-    amax = jnp.maximum(jnp.max(jnp.abs(blocks), axis=2, initial=0), SMALLEST)
-    scales = amax * (1 / float(jnp.finfo(dtype).max))  # XLA makes a product of a quotient by a constant anyway
-    quantized = (blocks / scales[:, :, None]).astype(dtype).reshape(len(x), -1)[:, : x.shape[1]]
+    quantized, scales = quantize(x, block=(1, BLOCK), dtype=dtype)
     parts = [lax.bitcast_convert_type(each, jnp.uint8).reshape(len(x), -1) for each in (quantized, scales)]
     return jnp.concatenate(parts, axis=1)
 

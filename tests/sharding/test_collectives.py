@@ -76,15 +76,26 @@ def test_a_thousand_ranks(algorithm):
     np.testing.assert_array_equal(total, np.broadcast_to(total[0], total.shape))
 
 
+@pytest.mark.parametrize("algorithm", ["pairwise", "bruck", "mesh"])
+def test_a_thousand_ranks_exchange_blocks(algorithm):
+    x = np.random.default_rng(0).integers(0, 100, (1024, 1024, 2), np.int8)
+    program = simulated({"x": 1024})(
+        lambda x: sharding.all_to_all(x, "x", algorithm=algorithm), in_specs=P("x"), out_specs=P("x")
+    )
+    got = jax.jit(program)(x.reshape(-1, 2))
+    np.testing.assert_array_equal(np.reshape(got, x.shape), x.swapaxes(0, 1))
+
+
 def test_the_program_does_not_grow_with_the_ranks():
-    def lines(ranks: int, algorithm: str) -> int:
+    def lines(ranks: int, algorithm: str, collective=sharding.all_reduce) -> int:
         program = simulated({"x": ranks})(
-            lambda x: sharding.all_reduce(x, "x", algorithm=algorithm), in_specs=P("x"), out_specs=P()
+            lambda x: collective(x, "x", algorithm=algorithm), in_specs=P("x"), out_specs=P("x"), check_vma=False
         )
         return jax.jit(program).lower(jax.ShapeDtypeStruct((ranks * ranks,), jnp.float32)).as_text().count("\n")
 
     for algorithm in ("ring", "two_way_ring", "hierarchical", "double_tree"):
         assert lines(1024, algorithm) <= 1.1 * lines(64, algorithm)
+    assert lines(1024, "pairwise", sharding.all_to_all) <= 1.1 * lines(64, "pairwise", sharding.all_to_all)
     assert lines(1024, "halving_doubling") <= 10 / 6 * 1.1 * lines(64, "halving_doubling")
 
 

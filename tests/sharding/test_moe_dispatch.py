@@ -284,6 +284,7 @@ def test_no_tokens_at_all():
         ({"topk_weights": np.zeros((4, 6, 3))}, "must both be"),
         ({"x": np.zeros((4, 5, 3))}, r"x of shape \(5, 3\) is not \[6, H\]"),
         ({"payload_dtype": jnp.int8}, "cannot travel as int8"),
+        ({"payload_dtype": jnp.float4_e2m1fn}, "float4_e2m1fn; use float8_e4m3fn or float8_e5m2"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
