@@ -18,10 +18,12 @@ if TYPE_CHECKING:
     from glass_jax.primitives.mla_decode import mla_decode
     from glass_jax.primitives.mla_prefill import mla_prefill
     from glass_jax.primitives.moe_gate import moe_gate
+    from glass_jax.primitives.mqa_logits import mqa_logits
     from glass_jax.primitives.normalization import layer_norm, rms_norm
     from glass_jax.primitives.paged_attention import paged_attention
     from glass_jax.primitives.quantize import quantize
     from glass_jax.primitives.scaled_gemm import scaled_gemm
+    from glass_jax.primitives.sparse_mla_prefill import sparse_mla_prefill
     from glass_jax.primitives.swiglu import swiglu
     from glass_jax.primitives.topk import topk
     from glass_jax.verification import verify
@@ -41,12 +43,14 @@ __all__ = [
     "mla_decode",
     "mla_prefill",
     "moe_gate",
+    "mqa_logits",
     "nn",
     "paged_attention",
     "quantize",
     "rms_norm",
     "scaled_gemm",
     "sharding",
+    "sparse_mla_prefill",
     "swiglu",
     "tilelang_call",
     "topk",
@@ -66,10 +70,12 @@ _LOADED_ON_USE = {
     "mla_decode": "glass_jax.primitives.mla_decode",
     "mla_prefill": "glass_jax.primitives.mla_prefill",
     "moe_gate": "glass_jax.primitives.moe_gate",
+    "mqa_logits": "glass_jax.primitives.mqa_logits",
     "paged_attention": "glass_jax.primitives.paged_attention",
     "quantize": "glass_jax.primitives.quantize",
     "rms_norm": "glass_jax.primitives.normalization",
     "scaled_gemm": "glass_jax.primitives.scaled_gemm",
+    "sparse_mla_prefill": "glass_jax.primitives.sparse_mla_prefill",
     "swiglu": "glass_jax.primitives.swiglu",
     "topk": "glass_jax.primitives.topk",
     "verify": "glass_jax.verification",

@@ -68,7 +68,8 @@ class AbstractModel:
             cache = jax.eval_shape(lambda: model.empty_cache(pages, page_size))
         shapes = ((sequences, 1), (sequences,), (sequences, pages_of_sequence))
         tokens, lengths, table = (_on(self.mesh, jax.ShapeDtypeStruct(shape, jnp.int32)) for shape in shapes)
-        return step, (parameters.named(self.state), tokens, lengths, [_on(self.mesh, x) for x in cache], table)
+        cache = jax.tree.map(lambda x: _on(self.mesh, x), cache)
+        return step, (parameters.named(self.state), tokens, lengths, cache, table)
 
 
 def bytes_on_device(tree: Any) -> int:

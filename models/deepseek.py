@@ -1,4 +1,4 @@
-"""DeepSeek language models, V2 and V3, as Flax nnx modules built of glass operations.
+"""DeepSeek language models, V2, V3 and V3.2, as Flax nnx modules built of glass operations.
 
 The modules are functional: a call changes nothing in them. A training step is therefore the usual one::
 
@@ -28,8 +28,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from glass_jax.nn import MLA, Gate, Linear, MeshAxes, MoE, RMSNorm, SwiGLU, YaRN
+from glass_jax.nn import MLA, Gate, Indexer, Linear, MeshAxes, MoE, RMSNorm, SwiGLU, YaRN
 from glass_jax.nn.mesh import DEFAULT_AXES, parameter
+from glass_jax.nn.mla import Cached
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +62,9 @@ class DeepSeekConfig:
       rope_theta: base of the rotation's frequencies.
       rope_interleave: neighbouring features are rotated together.
       yarn: the extension of the context, or None.
+      index_topk: tokens that a token attends to, chosen by an indexer (V3.2); None: all before it.
+      index_n_heads: heads of the indexer.
+      index_head_dim: features of a head of the indexer.
       max_position_embeddings: the longest context.
       initializer_range: standard deviation of initial kernels.
     """
@@ -89,6 +93,9 @@ class DeepSeekConfig:
     rope_theta: float = 10000.0
     rope_interleave: bool = True
     yarn: YaRN | None = None
+    index_topk: int | None = None
+    index_n_heads: int = 64
+    index_head_dim: int = 128
     max_position_embeddings: int = 4096
     initializer_range: float = 0.02
 
@@ -163,6 +170,9 @@ V3 = DeepSeekConfig(
 )
 """DeepSeek-V3 and R1, 671 billion parameters (without the layer that predicts a second token)."""
 
+V3_2 = dataclasses.replace(V3, index_topk=2048)
+"""DeepSeek-V3.2: V3 with sparse attention."""
+
 
 def _gate(config: DeepSeekConfig) -> Gate:
     is_v2 = config.scoring_func == "softmax"
@@ -177,7 +187,23 @@ def _gate(config: DeepSeekConfig) -> Gate:
     )
 
 
-CONFIGS = {"tiny": TINY, "v2-lite": V2_LITE, "v3": V3}
+def _indexer(config: DeepSeekConfig, options: dict[str, Any]) -> Indexer | None:
+    if config.index_topk is None:
+        return None
+    return Indexer(
+        config.hidden_size,
+        q_lora_rank=config.q_lora_rank,
+        num_heads=config.index_n_heads,
+        head_dim=config.index_head_dim,
+        qk_rope_head_dim=config.qk_rope_head_dim,
+        topk=config.index_topk,
+        rope_theta=config.rope_theta,
+        yarn=config.yarn,
+        **options,
+    )
+
+
+CONFIGS = {"tiny": TINY, "v2-lite": V2_LITE, "v3": V3, "v3.2": V3_2}
 """By the name that commands take."""
 
 
@@ -206,6 +232,7 @@ class Block(nnx.Module):
             rope_theta=config.rope_theta,
             yarn=config.yarn,
             rope_interleave=config.rope_interleave,
+            indexer=_indexer(config, options),
             up_init=init,
             **options,
         )
@@ -231,16 +258,16 @@ class Block(nnx.Module):
         return self._feed_forward(x, None)
 
     def prefill(
-        self, x: jax.Array, positions: jax.Array, valid: jax.Array, cache: jax.Array, block_table: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+        self, x: jax.Array, positions: jax.Array, valid: jax.Array, cache: Cached, block_table: jax.Array
+    ) -> tuple[jax.Array, Cached]:
         """The layer on prompts, where ``valid``, and the cache with them."""
         y, rows = self.attention.prefill(self.attention_norm(x), positions)
         cache = self.attention.store(cache, rows, block_table, jnp.where(valid, positions, -1))
         return self._feed_forward(x + y, valid)[0], cache
 
     def decode(
-        self, x: jax.Array, lengths: jax.Array, valid: jax.Array, cache: jax.Array, block_table: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+        self, x: jax.Array, lengths: jax.Array, valid: jax.Array, cache: Cached, block_table: jax.Array
+    ) -> tuple[jax.Array, Cached]:
         """The layer on the next tokens, where ``valid``, of sequences in the cache, and the cache with them."""
         y, cache = self.attention.decode(self.attention_norm(x), cache, block_table, lengths)
         return self._feed_forward(x + y, valid)[0], cache
@@ -254,7 +281,7 @@ class Block(nnx.Module):
 
 
 class DeepSeek(nnx.Module):
-    """A DeepSeek-V2 or V3 language model.
+    """A DeepSeek language model.
 
     Args:
       config: sizes.
@@ -315,8 +342,8 @@ class DeepSeek(nnx.Module):
         return self.logits(x), self._stack(loads)
 
     def prefill(
-        self, input_ids: jax.Array, lengths: jax.Array, cache: list[jax.Array], block_table: jax.Array
-    ) -> tuple[jax.Array, list[jax.Array]]:
+        self, input_ids: jax.Array, lengths: jax.Array, cache: list[Cached], block_table: jax.Array
+    ) -> tuple[jax.Array, list[Cached]]:
         """Reads prompts into the cache.
 
         Args:
@@ -337,8 +364,8 @@ class DeepSeek(nnx.Module):
         return self.logits(last)[:, 0], cache
 
     def decode(
-        self, input_ids: jax.Array, lengths: jax.Array, cache: list[jax.Array], block_table: jax.Array
-    ) -> tuple[jax.Array, list[jax.Array]]:
+        self, input_ids: jax.Array, lengths: jax.Array, cache: list[Cached], block_table: jax.Array
+    ) -> tuple[jax.Array, list[Cached]]:
         """The next tokens of each sequence, after those that the cache holds.
 
         Args:
@@ -356,7 +383,7 @@ class DeepSeek(nnx.Module):
             x, cache[i] = block.decode(x, lengths, valid, cache[i], block_table)
         return self.logits(x), cache
 
-    def empty_cache(self, pages: int, page_size: int) -> list[jax.Array]:
+    def empty_cache(self, pages: int, page_size: int) -> list[Cached]:
         """A cache with so many pages, of so many tokens each, in every layer."""
         return [block.attention.empty_cache(pages, page_size, self.dtype) for block in self.blocks]
 

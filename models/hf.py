@@ -224,10 +224,21 @@ def _attention(here: str, there: str, config: DeepSeekConfig) -> dict[str, _Sour
     }
     if config.q_lora_rank is None:
         return sources | {f"{here}.q.kernel": _Transposed(f"{there}.q_proj.weight")}
-    return sources | {
+    sources |= {
         f"{here}.q_down.kernel": _Transposed(f"{there}.q_a_proj.weight"),
         f"{here}.q_norm.scale": _Same(f"{there}.q_a_layernorm.weight"),
         f"{here}.q.kernel": _Transposed(f"{there}.q_b_proj.weight"),
+    }
+    return sources if config.index_topk is None else sources | _indexer(f"{here}.indexer", f"{there}.indexer")
+
+
+def _indexer(here: str, there: str) -> dict[str, _Source]:
+    return {
+        f"{here}.q.kernel": _Transposed(f"{there}.wq_b.weight"),
+        f"{here}.k.kernel": _Transposed(f"{there}.wk.weight"),
+        f"{here}.k_norm.scale": _Same(f"{there}.k_norm.weight"),
+        f"{here}.k_norm.bias": _Same(f"{there}.k_norm.bias"),
+        f"{here}.weights.kernel": _Transposed(f"{there}.weights_proj.weight"),
     }
 
 

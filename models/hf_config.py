@@ -9,23 +9,24 @@ from glass_jax import errors
 from glass_jax.nn import YaRN
 from models.deepseek import DeepSeekConfig
 
-_SAME_NAME = tuple(
-    field.name
-    for field in dataclasses.fields(DeepSeekConfig)
-    if field.name not in ("scoring_func", "n_group", "topk_group", "norm_topk_prob", "rope_theta", "yarn")
-)
+MODEL_TYPES = {"deepseek_v2": "DeepseekV2", "deepseek_v3": "DeepseekV3", "deepseek_v32": "DeepseekV32"}
+"""Of the models that can be read, and what names of their classes begin with."""
+
+_INDEX = ("index_topk", "index_n_heads", "index_head_dim")
+_OTHERS = ("scoring_func", "n_group", "topk_group", "norm_topk_prob", "rope_theta", "yarn", *_INDEX)
+_SAME_NAME = tuple(field.name for field in dataclasses.fields(DeepSeekConfig) if field.name not in _OTHERS)
 _UNSUPPORTED = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
 
 
 def config_from_hf(raw: dict[str, Any]) -> DeepSeekConfig:
-    """The configuration that a ``config.json`` of ``model_type`` ``deepseek_v2`` or ``deepseek_v3`` describes.
+    """The configuration that a ``config.json`` of one of the model types :data:`MODEL_TYPES` describes.
 
     Raises:
       UnsupportedError: another model, or an option that these models do not have.
     """
     kind = raw.get("model_type")
-    if kind not in ("deepseek_v2", "deepseek_v3"):
-        raise errors.UnsupportedError(f"config.json: model_type is {kind!r}; deepseek_v2 and deepseek_v3 can be read")
+    if kind not in MODEL_TYPES:
+        raise errors.UnsupportedError(f"config.json: model_type is {kind!r}; {', '.join(MODEL_TYPES)} can be read")
     for name, value in _UNSUPPORTED.items():
         if raw.get(name) == value:
             raise errors.UnsupportedError(f"config.json: {name}={value} is not supported")
@@ -34,8 +35,9 @@ def config_from_hf(raw: dict[str, Any]) -> DeepSeekConfig:
     is_v2 = kind == "deepseek_v2"
     grouped = not is_v2 or raw.get("topk_method") == "group_limited_greedy"
     theta, yarn = _rope_from_hf(raw)
+    same = (*_SAME_NAME, *_INDEX) if kind == "deepseek_v32" else _SAME_NAME
     return DeepSeekConfig(
-        **{name: raw[name] for name in _SAME_NAME if name in raw},
+        **{name: raw[name] for name in same if name in raw},
         scoring_func="softmax" if is_v2 else "sigmoid",
         n_group=(raw.get("n_group") or 1) if grouped else 1,
         topk_group=(raw.get("topk_group") or 1) if grouped else 1,
@@ -67,11 +69,12 @@ def _rope_from_hf(raw: dict[str, Any]) -> tuple[float, YaRN | None]:
 
 def config_to_hf(config: DeepSeekConfig) -> dict[str, Any]:
     """What ``config.json`` says of the model; the inverse of :func:`config_from_hf`."""
-    is_v2 = config.scoring_func == "softmax"
-    raw = {name: getattr(config, name) for name in _SAME_NAME}
+    is_v2, is_sparse = config.scoring_func == "softmax", config.index_topk is not None
+    kind = "deepseek_v2" if is_v2 else "deepseek_v32" if is_sparse else "deepseek_v3"
+    raw = {name: getattr(config, name) for name in (*_SAME_NAME, *(_INDEX if is_sparse else ()))}
     raw |= {
-        "model_type": "deepseek_v2" if is_v2 else "deepseek_v3",
-        "architectures": ["DeepseekV2ForCausalLM" if is_v2 else "DeepseekV3ForCausalLM"],
+        "model_type": kind,
+        "architectures": [f"{MODEL_TYPES[kind]}ForCausalLM"],
         "num_key_value_heads": config.num_attention_heads,
         "hidden_act": "silu",
         "n_group": config.n_group,

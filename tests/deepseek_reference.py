@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3 in NumPy float64, from the papers and the public code, head by head and token by token.
+"""DeepSeek-V2, V3 and V3.2 in NumPy float64, from the papers and the public code, head by head and token by token.
 
 Weights are a mapping of the tensors of the public checkpoints, ``[N, K]``; configurations are their ``config.json``.
 """
@@ -56,8 +56,8 @@ def rotate(x, position, raw):
     return out
 
 
-def attention(x, w, raw, segments=None):
-    """``x`` ``[S, hidden]`` of one sequence; ``w`` by the names behind ``self_attn.``."""
+def attention(x, w, raw, segments=None, chosen=None):
+    """``x`` ``[S, hidden]`` of one sequence; ``w`` by the names behind ``self_attn.``; ``chosen``: by token, or all."""
     heads, nope, v_dim = raw["num_attention_heads"], raw["qk_nope_head_dim"], raw["v_head_dim"]
     latent = raw["kv_lora_rank"]
     if raw.get("q_lora_rank"):
@@ -69,15 +69,43 @@ def attention(x, w, raw, segments=None):
     up = (norm(down[:, :latent], w["kv_a_layernorm.weight"], 1e-6) @ w["kv_b_proj.weight"].T).reshape(len(x), heads, -1)
     key_pe = [rotate(down[t, latent:], t, raw) for t in range(len(x))]
     scale = (nope + raw["qk_rope_head_dim"]) ** -0.5 * rotation(raw)[2]
+    if chosen is None and "index_topk" in raw:
+        chosen = choices(index_scores(x, w, raw | {"rope_interleave": False}), raw["index_topk"])
     out = np.zeros((len(x), heads, v_dim))
     for t in range(len(x)):
         for h in range(heads):
             query_pe = rotate(q[t, h, nope:], t, raw)
             seen = [s for s in range(t + 1) if segments is None or segments[s] == segments[t]]
+            seen = seen if chosen is None else chosen[t]
             scores = np.array([q[t, h, :nope] @ up[s, h, :nope] + query_pe @ key_pe[s] for s in seen]) * scale
             p = np.exp(scores - scores.max())
             out[t, h] = sum(share * up[s, h, nope:] for share, s in zip(p / p.sum(), seen, strict=True))
     return out.reshape(len(x), -1) @ w["o_proj.weight"].T
+
+
+def index_scores(x, w, raw):
+    """Scores of earlier tokens, token by token; ``w`` by the names behind ``self_attn.``, ``raw`` of the indexer."""
+    heads, d = raw["index_n_heads"], raw["qk_rope_head_dim"]
+    q = norm(x @ w["q_a_proj.weight"].T, w["q_a_layernorm.weight"], 1e-6) @ w["indexer.wq_b.weight"].T
+    q, keys = q.reshape(len(x), heads, -1), x @ w["indexer.wk.weight"].T
+    centred = keys - keys.mean(axis=1, keepdims=True)
+    keys = norm(centred, w["indexer.k_norm.weight"], 1e-6) + w["indexer.k_norm.bias"]
+    weights = x @ w["indexer.weights_proj.weight"].T * heads**-0.5 * q.shape[-1] ** -0.5
+
+    def turned(row, t):
+        return np.concatenate([rotate(row[:d], t, raw), row[d:]])
+
+    keys = [turned(key, t) for t, key in enumerate(keys)]
+    queries = [[turned(head, t) for head in row] for t, row in enumerate(q)]
+    return [
+        np.array([sum(weights[t, h] * max(queries[t][h] @ key, 0.0) for h in range(heads)) for key in keys[: t + 1]])
+        for t in range(len(x))
+    ]
+
+
+def choices(scores, k):
+    """The ``k`` tokens of the largest scores, by token."""
+    return [sorted(np.argsort(-row, kind="stable")[:k].tolist()) for row in scores]
 
 
 def choose(logits, bias, raw):

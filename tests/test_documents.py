@@ -95,6 +95,10 @@ x, w = (np.random.default_rng(0).normal(size=(rows, 300)).astype("float32") for 
 <0>
 assert y.dtype == "bfloat16" and lhs_scale.shape == (5, 3) and rhs_scale.shape == (2, 3)
 assert np.linalg.norm(y - x @ w.T) < 0.05 * np.linalg.norm(x @ w.T)
+q, kv, kv_scale, weights = (jnp.ones(shape) for shape in ((3, 8, 32), (2050, 32), 2050, (3, 8)))
+starts, ends = jnp.zeros(3, int), jnp.arange(3) + 2048
+<1>
+assert chosen.shape == (3, 2048) and jnp.isfinite(logits).sum() == 2048 + 2049 + 2050
 """,
     "planning.md": """
 <0>

@@ -15,7 +15,8 @@ from jax.typing import DTypeLike
 from glass_jax import errors
 from glass_jax.nn.mesh import MeshAxes, Role
 
-_PAGES: tuple[Role, ...] = ("batch", None, None, None)
+PAGES: tuple[Role, ...] = ("batch", None, None, None)
+"""What splits a cache."""
 
 
 def empty(pages: int, page_size: int, features: int, dtype: DTypeLike, axes: MeshAxes) -> jax.Array:
@@ -25,7 +26,7 @@ def empty(pages: int, page_size: int, features: int, dtype: DTypeLike, axes: Mes
       HardwareConstraintError: the pages do not split evenly over the mesh.
     """
     _check_split(pages, "pages", axes)
-    return axes.constrain(jnp.zeros((pages, page_size, 1, features), dtype), *_PAGES)
+    return axes.constrain(jnp.zeros((pages, page_size, 1, features), dtype), *PAGES)
 
 
 def write(cache: jax.Array, block_table: jax.Array, rows: jax.Array, positions: jax.Array, axes: MeshAxes) -> jax.Array:
@@ -41,13 +42,23 @@ def write(cache: jax.Array, block_table: jax.Array, rows: jax.Array, positions: 
 
     def local(cache, block_table, rows, positions):
         pages, page_size, _, features = cache.shape
-        page = jnp.take_along_axis(block_table, jnp.maximum(positions, 0) // page_size, axis=1)
-        slots = jnp.where(positions >= 0, page * page_size + positions % page_size, pages * page_size)
+        slots = jnp.where(positions >= 0, places(block_table, positions, page_size), pages * page_size)
         flat, rows = cache.reshape(-1, features), rows.reshape(-1, features).astype(cache.dtype)
         return flat.at[slots.ravel()].set(rows, mode="drop").reshape(cache.shape)
 
     operands = (rows, ("batch", None, None)), (positions, ("batch", None))
-    return on_each_device(local, cache, block_table, *operands, result=_PAGES, axes=axes)
+    return on_each_device(local, cache, block_table, *operands, result=PAGES, axes=axes)
+
+
+def places(block_table: jax.Array, positions: jax.Array, page_size: int) -> jax.Array:
+    """Rows of a cache that the tokens at ``positions`` ``[B, S]`` of each sequence are in; anything for no position."""
+    page = jnp.take_along_axis(block_table, jnp.maximum(positions, 0) // page_size, axis=1, mode="clip")
+    return page * page_size + positions % page_size
+
+
+def of_sequences(cache: jax.Array, block_table: jax.Array) -> jax.Array:
+    """All rows that the pages of each sequence have room for, ``[B, n * page_size, D]``."""
+    return cache.at[block_table].get(mode="clip").reshape(len(block_table), -1, cache.shape[-1])
 
 
 def on_each_device(
@@ -76,7 +87,7 @@ def on_each_device(
     if not (batch or tensor):
         return fn(*arrays)
     _check_split(len(block_table), "sequences", axes)
-    roles = [_PAGES, ("batch", None), *(each for _, each in operands)]
+    roles = [PAGES, ("batch", None), *(each for _, each in operands)]
 
     def local(cache, block_table, *rest):
         first_page = jax.lax.axis_index(batch) * len(cache) if batch else 0

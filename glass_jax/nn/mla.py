@@ -6,7 +6,8 @@ and the value ``c @ v_up[h]``. The plain form computes them, and attention on th
     q_nope . (c @ k_up[h]) + q_pe . r  =  [q_nope @ k_up[h].T, q_pe] . [c, r]
     sum(p * (c @ v_up[h]))             =  sum(p * c) @ v_up[h]
 
-so that attention is on the rows ``[c, r]`` themselves, which is all that the cache holds.
+so that attention is on the rows ``[c, r]`` themselves, which is all that the cache holds. With an indexer attention is
+sparse (DeepSeek-V3.2): on the rows that it chose, in the absorbed form.
 """
 
 from __future__ import annotations
@@ -18,14 +19,22 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from glass_jax import errors
 from glass_jax.nn import latent_cache, rope
+from glass_jax.nn.indexer import Indexer
 from glass_jax.nn.linear import Linear, default_kernel_init, default_stacked_init
-from glass_jax.nn.mesh import DEFAULT_AXES, MeshAxes, parameter
+from glass_jax.nn.mesh import DEFAULT_AXES, MeshAxes, Role, parameter
 from glass_jax.nn.normalization import RMSNorm
 from glass_jax.primitives.gemm import gemm
 from glass_jax.primitives.mla_decode import mla_decode
 from glass_jax.primitives.mla_prefill import mla_prefill
+from glass_jax.primitives.mqa_logits import mqa_logits
+from glass_jax.primitives.sparse_mla_prefill import sparse_mla_prefill
 
+Cached = jax.Array | tuple[jax.Array, jax.Array]
+"""What a cache holds: rows of latents; with an indexer, also its keys."""
+
+_BY_HEAD: tuple[Role, ...] = ("batch", None, "tensor", None)
 _LATENT_EPS = 1e-6  # of the norms of both latents, whatever the other norms of a model have
 
 
@@ -45,6 +54,8 @@ class MLA(nnx.Module):
       rope_theta: base of the rotation's frequencies.
       yarn: the extension of the context, or None.
       rope_interleave: neighbouring features are rotated together, see :func:`glass_jax.nn.rope.rotate`.
+      indexer: of the same ``features`` and ``q_lora_rank``: each token attends to those that it chooses. A sequence no
+        longer than its ``topk`` is attended to as without it. None: to all before it.
       dtype: type that is computed in; None: the input's.
       param_dtype: type of the parameters.
       kernel_init: initializer of the kernels.
@@ -59,6 +70,9 @@ class MLA(nnx.Module):
       kv_norm: :class:`RMSNorm` of the latent.
       k_up, v_up: ``[H, C, qk_nope_head_dim]`` and ``[H, C, v_head_dim]``.
       out: :class:`Linear`, from the heads' results.
+
+    Raises:
+      HardwareConstraintError: (a ValueError) an indexer without a ``q_lora_rank``.
     """
 
     def __init__(
@@ -74,6 +88,7 @@ class MLA(nnx.Module):
         rope_theta: float = 10000.0,
         yarn: rope.YaRN | None = None,
         rope_interleave: bool = True,
+        indexer: Indexer | None = None,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         kernel_init: Callable = default_kernel_init,
@@ -83,7 +98,9 @@ class MLA(nnx.Module):
     ):
         self.num_heads, self.rope_features, self.latent_features = num_heads, qk_rope_head_dim, kv_lora_rank
         self.rope_theta, self.yarn, self.rope_interleave = rope_theta, yarn, rope_interleave
-        self.dtype, self.axes = dtype, axes
+        self.dtype, self.axes, self.indexer = dtype, axes, indexer
+        if indexer is not None and q_lora_rank is None:
+            raise errors.HardwareConstraintError("MLA: an indexer scores the latent of queries; pass q_lora_rank, too")
         self.softmax_scale = (qk_nope_head_dim + qk_rope_head_dim) ** -0.5 * (yarn.score_scale if yarn else 1.0)
 
         options = {"dtype": dtype, "param_dtype": param_dtype, "kernel_init": kernel_init, "axes": axes, "rngs": rngs}
@@ -112,29 +129,46 @@ class MLA(nnx.Module):
 
         Returns:
           ``[B, S, features]``.
+
+        Raises:
+          UnsupportedError: ``segment_ids`` with an indexer.
         """
         return self.prefill(x, positions, segment_ids=segment_ids)[0]
 
     def prefill(
         self, x: jax.Array, positions: jax.Array | None = None, *, segment_ids: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array]:
-        """As :meth:`__call__`; returns also the rows ``[B, S, C + R]`` that belong in the cache."""
+    ) -> tuple[jax.Array, Cached]:
+        """As :meth:`__call__`; returns also the rows ``[B, S, C + R]`` that belong in the cache.
+
+        With an indexer those are two arrays, the second one of its keys.
+        """
+        if self.indexer is not None and segment_ids is not None:
+            raise errors.UnsupportedError("MLA: an indexer does not know segments; pass one sequence a row")
         x = self.axes.constrain(x, "batch", None, None)
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
-        q_nope, q_pe = self._queries(x, positions)
-        rows = self._rows(x, positions)
+        q_latent, rows = self._query_latent(x), self._rows(x, positions)
+        q_nope, q_pe = self._queries(q_latent, positions)
+        if self.indexer is None or x.shape[1] <= self.indexer.topk:
+            out = self._plain(q_nope, q_pe, rows, segment_ids)
+        else:
+            chosen = self.indexer(x, q_latent, positions)
+            out = jax.vmap(self._attend)(self._absorbed(q_nope, q_pe), rows[:, :, None], chosen[:, :, None])
+            out = self._by_head(out, self.v_up, transpose=False)
+        return self.out(out.reshape(*x.shape[:2], -1)), self._kept(x, rows, positions)
+
+    def _plain(self, q_nope: jax.Array, q_pe: jax.Array, rows: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+        """Attention of each token to all before it: ``[B, S, H, v]``."""
         latent, k_pe = jnp.split(rows, [self.latent_features], axis=-1)
         k_nope, v = self._expand(latent, self.k_up), self._expand(latent, self.v_up)
         k_pe = jnp.broadcast_to(k_pe[:, :, None], (*k_nope.shape[:3], self.rope_features))
         q = jnp.concatenate([q_nope, q_pe], axis=-1)
         k = jnp.concatenate([k_nope, self.axes.constrain(k_pe, "batch", None, "tensor", None)], axis=-1)
-        out, _ = mla_prefill(q, k, v, softmax_scale=self.softmax_scale, segment_ids=segment_ids)
-        return self.out(out.reshape(*x.shape[:2], -1)), rows
+        return mla_prefill(q, k, v, softmax_scale=self.softmax_scale, segment_ids=segment_ids)[0]
 
     def decode(
-        self, x: jax.Array, cache: jax.Array, block_table: jax.Array, lengths: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+        self, x: jax.Array, cache: Cached, block_table: jax.Array, lengths: jax.Array
+    ) -> tuple[jax.Array, Cached]:
         """Attention of new tokens to themselves and what the cache holds, in the absorbed form.
 
         Args:
@@ -153,9 +187,18 @@ class MLA(nnx.Module):
         batch, new, _ = x.shape
         x = self.axes.constrain(x, "batch", None, None)
         positions = jnp.where(lengths[:, None] < 0, -1, lengths[:, None] + jnp.arange(new, dtype=jnp.int32))
-        q_nope, q_pe = self._queries(x, positions)
-        cache = self.store(cache, self._rows(x, positions), block_table, positions)
-        q = jnp.concatenate([self._by_head(q_nope, self.k_up, transpose=True), q_pe], axis=-1)
+        q_latent, rows = self._query_latent(x), self._rows(x, positions)
+        cache = self.store(cache, self._kept(x, rows, positions), block_table, positions)
+        q = self._absorbed(*self._queries(q_latent, positions))
+        if self.indexer is None:
+            out = self._over_all(q, cache, block_table, positions)
+        else:
+            out = self._over_chosen(q, self.indexer.queries(x, q_latent, positions), cache, block_table, positions)
+        out = self._by_head(out, self.v_up, transpose=False)
+        return self.out(out.reshape(batch, new, -1)), cache
+
+    def _over_all(self, q: jax.Array, cache: jax.Array, block_table: jax.Array, positions: jax.Array) -> jax.Array:
+        """Attention of queries ``[B, S, H, C + R]`` over all that the cache holds: ``[B, S, H, C]``."""
 
         def attend(cache, block_table, q, seen):
             out, _ = mla_decode(
@@ -169,35 +212,81 @@ class MLA(nnx.Module):
             )
             return out.astype(q.dtype)
 
-        by_head = ("batch", None, "tensor", None)
-        operands = (q, by_head), (positions[:, -1] + 1, ("batch",))
-        out = latent_cache.on_each_device(attend, cache, block_table, *operands, result=by_head, axes=self.axes)
-        out = self._by_head(out, self.v_up, transpose=False)
-        return self.out(out.reshape(batch, new, -1)), cache
+        operands = (q, _BY_HEAD), (positions[:, -1] + 1, ("batch",))
+        return latent_cache.on_each_device(attend, cache, block_table, *operands, result=_BY_HEAD, axes=self.axes)
 
-    def empty_cache(self, pages: int, page_size: int, dtype: DTypeLike) -> jax.Array:
-        """A cache that holds nothing, ``[pages, page_size, 1, C + R]``.
+    def _over_chosen(
+        self,
+        q: jax.Array,
+        index_queries: tuple[jax.Array, jax.Array],
+        cache: tuple[jax.Array, jax.Array],
+        block_table: jax.Array,
+        positions: jax.Array,
+    ) -> jax.Array:
+        """The same over what the indexer chooses of it."""
+        tensor = self.axes.of("tensor")  # over which its heads are split
+
+        def attend(cache, block_table, keys, q, index_q, weights, ends):
+            tokens, size = latent_cache.of_sequences(keys, block_table), cache.shape[1]
+            scores = mqa_logits(index_q.astype(keys.dtype), tokens, None, weights, jnp.zeros_like(ends), ends)
+            scores = jax.lax.psum(scores, tensor) if tensor else scores
+            chosen = self.indexer.choose(scores, ends).reshape(len(q), -1)
+            rows = jnp.where(chosen < tokens.shape[1], latent_cache.places(block_table, chosen, size), -1)
+            out = self._attend(
+                q.reshape(-1, *q.shape[2:]).astype(cache.dtype),
+                cache.reshape(-1, 1, cache.shape[-1]),
+                rows.reshape(q.shape[0] * q.shape[1], 1, -1),
+            )
+            return out.reshape(*q.shape[:3], -1).astype(q.dtype)
+
+        latents, keys = cache
+        index_q, weights = index_queries
+        operands = (
+            (keys, latent_cache.PAGES),
+            (q, _BY_HEAD),
+            (index_q, _BY_HEAD),
+            (weights, _BY_HEAD[:3]),
+            (positions + 1, ("batch", None)),
+        )
+        return latent_cache.on_each_device(attend, latents, block_table, *operands, result=_BY_HEAD, axes=self.axes)
+
+    def empty_cache(self, pages: int, page_size: int, dtype: DTypeLike) -> Cached:
+        """A cache that holds nothing, ``[pages, page_size, 1, C + R]``; with an indexer, also one of its keys.
 
         On a mesh it is split, see :mod:`glass_jax.nn.latent_cache`.
         """
-        return latent_cache.empty(pages, page_size, self.latent_features + self.rope_features, dtype, self.axes)
+        cache = latent_cache.empty(pages, page_size, self.latent_features + self.rope_features, dtype, self.axes)
+        if self.indexer is None:
+            return cache
+        return cache, latent_cache.empty(pages, page_size, self.indexer.head_dim, dtype, self.axes)
 
-    def store(self, cache: jax.Array, rows: jax.Array, block_table: jax.Array, positions: jax.Array) -> jax.Array:
+    def store(self, cache: Cached, rows: Cached, block_table: jax.Array, positions: jax.Array) -> Cached:
         """``cache`` with the rows of new tokens.
 
         Args:
           cache: from :meth:`empty_cache`.
-          rows: ``[B, S, C + R]``, from :meth:`prefill`.
+          rows: ``[B, S, C + R]``, from :meth:`prefill`, which gives two of them with an indexer.
           block_table: int32 ``[B, n]``, the pages of each sequence in order.
           positions: int32 ``[B, S]``, where in its sequence each token is; -1: its row is not stored.
         """
-        return latent_cache.write(cache, block_table, rows, positions, self.axes)
+        return jax.tree.map(lambda c, r: latent_cache.write(c, block_table, r, positions, self.axes), cache, rows)
 
-    def _queries(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _attend(self, q: jax.Array, rows: jax.Array, chosen: jax.Array) -> jax.Array:
+        """Attention of queries ``[S, H, C + R]`` to the ``rows`` ``[N, 1, C + R]`` chosen for each: ``[S, H, C]``."""
+        options = {"head_dim_v": self.latent_features, "softmax_scale": self.softmax_scale}
+        return sparse_mla_prefill(q, rows, chosen, **options)[0]
+
+    def _absorbed(self, q_nope: jax.Array, q_pe: jax.Array) -> jax.Array:
+        """Queries of the absorbed form, ``[B, S, H, C + R]``."""
+        return jnp.concatenate([self._by_head(q_nope, self.k_up, transpose=True), q_pe], axis=-1)
+
+    def _query_latent(self, x: jax.Array) -> jax.Array:
+        """What queries come from: their latent, or the input itself."""
+        return self.q_norm(self.q_down(x)) if hasattr(self, "q_down") else x
+
+    def _queries(self, latent: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The part of the queries that is not rotated, ``[B, S, H, nope]``, and the rotated one ``[B, S, H, R]``."""
-        if hasattr(self, "q_down"):
-            x = self.q_norm(self.q_down(x))
-        q = self.q(x)
+        q = self.q(latent)
         q = q.reshape(*q.shape[:2], self.num_heads, -1)
         q_nope, q_pe = jnp.split(q, [q.shape[-1] - self.rope_features], axis=-1)
         return q_nope, self._rotate(q_pe, positions[:, :, None])
@@ -206,6 +295,10 @@ class MLA(nnx.Module):
         """``[latent, rotated key]`` of each token: ``[B, S, C + R]``."""
         latent, k_pe = jnp.split(self.kv_down(x), [self.latent_features], axis=-1)
         return jnp.concatenate([self.kv_norm(latent), self._rotate(k_pe, positions)], axis=-1)
+
+    def _kept(self, x: jax.Array, rows: jax.Array, positions: jax.Array) -> Cached:
+        """What a cache holds of the tokens."""
+        return rows if self.indexer is None else (rows, self.indexer.keys(x, positions))
 
     def _rotate(self, x: jax.Array, positions: jax.Array) -> jax.Array:
         angles = positions[..., None] * rope.frequencies(self.rope_features, self.rope_theta, self.yarn)

@@ -119,7 +119,7 @@ def mla_decode(
 def _abstract_eval(q, kv_cache, block_table, cache_seqlens, attn_sink, *, params: Params):
     batch, queries, heads, _ = q.shape
     if params.alignment == "strict":
-        tiled.check_alignment(q, params)
+        tiled.check_alignment("mla_decode", q, params)
     return (
         jax.ShapeDtypeStruct((batch, queries, heads, params.head_dim_v), q.dtype),
         jax.ShapeDtypeStruct((batch, heads, queries), accumulator(q.dtype)),

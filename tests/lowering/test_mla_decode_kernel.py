@@ -35,7 +35,7 @@ def test_everything_stays_on_the_chip_in_two_versions():
     assert all(versions[name] == 2 for name in doubled)
     for space in (Space.L1, Space.L0A, Space.L0B, Space.L0C, Space.UB):
         assert memory.used(made.memory, space) <= chips.get(CHIP).capacity(space)
-    assert {argument.name for argument in made.arguments if argument.output} == {"out", "lse"}
+    assert {argument.name for argument in made.arguments if argument.output} == {"out", "largest", "lse"}
     assert KERNEL.describe(CHIP) == "8 blocks of 64 rows, steps of 128 tokens, double-buffered"
 
 

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from models import abstract
 from models.abstract import AbstractModel, bytes_on_device
-from models.deepseek import TINY, V3
+from models.deepseek import TINY, V3, V3_2
 
 
 def mesh(**sizes):
@@ -46,14 +46,25 @@ def test_decode_step_of_v3_without_allocating():
     assert bytes_on_device(arguments[3]) == 2 * 512 * 64 * 576 * 2 // 64
 
 
-def check_report(capsys, tmp_path, arguments):
+def test_the_caches_of_sparse_attention():
+    config = dataclasses.replace(V3_2, num_hidden_layers=1, first_k_dense_replace=1)
+    model = AbstractModel.create(config, mesh(data=4, expert=16, tensor=4))
+    step, arguments = model.decode_step(256, pages=512, page_size=64, pages_of_sequence=64)
+    with jax.sharding.use_abstract_mesh(model.mesh):
+        scores, ((latents, keys),) = jax.eval_shape(step, *arguments)
+    assert scores.shape == (256, 1, V3.vocab_size)
+    assert latents.shape == (512, 64, 1, 576) and keys.shape == (512, 64, 1, 128)
+    assert latents.sharding.spec == keys.sharding.spec == jax.P(("data", "expert"), None, None, None)
+
+
+def check_report(capsys, tmp_path, arguments, sparse=()):
     assert abstract.main([*arguments, "--output", str(tmp_path / "bundle")]) == 0
     printed = capsys.readouterr().out
     assert " 0 violations of the rules of the 950DT" in printed
     manifest = json.loads((tmp_path / "bundle" / "manifest.json").read_text())
     kernels = {kernel["entry"] for kernel in manifest["kernels"].values()}
     assert kernels == set(re.findall(r"^  (\w+)$", printed, re.MULTILINE))
-    assert {name.partition("_")[0] for name in kernels} == {"gemm", "grouped", "mla", "rms", "swiglu"}
+    assert {name.partition("_")[0] for name in kernels} == {"gemm", "grouped", "mla", "rms", "swiglu", *sparse}
     return printed
 
 
@@ -66,6 +77,12 @@ def test_command(capsys, tmp_path):
 def test_v3_lowers_for_256_devices(capsys, tmp_path):
     """All 61 layers."""
     assert "671.03 billion parameters on 256 devices" in check_report(capsys, tmp_path, ["--config", "v3"])
+
+
+@pytest.mark.slow
+def test_v3_2_lowers_for_256_devices(capsys, tmp_path):
+    printed = check_report(capsys, tmp_path, ["--config", "v3.2"], sparse=("layer", "mqa", "topk"))
+    assert "671.88 billion parameters on 256 devices" in printed
 
 
 def test_what_is_no_mesh(capsys):

@@ -13,7 +13,7 @@ import random_modules
 from glass_jax import errors
 from glass_jax.nn import YaRN
 from models import safetensors
-from models.deepseek import TINY, V2_LITE, V3, DeepSeek
+from models.deepseek import TINY, V2_LITE, V3, V3_2, DeepSeek
 from models.hf import load_hf, save_hf
 from models.hf_config import config_from_hf, config_to_hf
 from models.safetensors import Checkpoint
@@ -52,7 +52,10 @@ def assert_same(got, want):
 # --- configuration -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", [TINY, V2_LITE, V3, GROUPED_V2], ids=["tiny", "v2-lite", "v3", "v2 groups"])
+CONFIGS = {"tiny": TINY, "v2-lite": V2_LITE, "v3": V3, "v3.2": V3_2, "v2 groups": GROUPED_V2}
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_configuration_comes_back(config):
     assert config_from_hf(json.loads(json.dumps(config_to_hf(config)))) == config
 

@@ -36,13 +36,24 @@ SIZES = {
 }
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32, "beta_slow": 1}
 SCALED = YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}
-V2, V3 = "DeepseekV2", "DeepseekV3"
+V2, V3, V32 = "DeepseekV2", "DeepseekV3", "DeepseekV32"
 CASES = {
     "v3": (V3, {"q_lora_rank": 20, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5}),
     "v3_yarn": (V3, {"q_lora_rank": 20, "first_k_dense_replace": 1, "rope_scaling": SCALED}),
     "v3_yarn_no_mscale": (V3, {"q_lora_rank": None, "first_k_dense_replace": 1, "rope_scaling": YARN}),
     "v3_half_split": (V3, {"q_lora_rank": None, "first_k_dense_replace": 1, "rope_interleave": False}),
     "v3_not_renormalized": (V3, {"q_lora_rank": 20, "first_k_dense_replace": 1, "norm_topk_prob": False}),
+    "v32": (
+        V32,
+        {
+            "q_lora_rank": 20,
+            "first_k_dense_replace": 1,
+            "index_topk": 9,
+            "index_n_heads": 8,
+            "index_head_dim": 20,
+            "rope_scaling": SCALED,
+        },
+    ),
     "v2_greedy": (V2, {"q_lora_rank": None, "first_k_dense_replace": 1, "rope_scaling": SCALED}),
     "v2_groups": (
         V2,
@@ -58,7 +69,7 @@ PROMPTS = [[5, 9, 3], list(range(20, 36)), [63]]
 NEW = 8
 
 
-QUICK = ("v3_yarn", "v2_groups")
+QUICK = ("v3_yarn", "v32", "v2_groups")
 
 
 @pytest.fixture(scope="module", params=[pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in CASES])

@@ -42,6 +42,23 @@ def of_attention(mla):
     return weights | latent_queries, raw | {"q_lora_rank": len(latent_queries["q_a_proj.weight"])}
 
 
+def of_indexer(indexer):
+    weights = {
+        "indexer.wq_b.weight": kernel(indexer.q),
+        "indexer.wk.weight": kernel(indexer.k),
+        "indexer.k_norm.weight": np.asarray(indexer.k_norm.scale[...]),
+        "indexer.k_norm.bias": np.asarray(indexer.k_norm.bias[...]),
+        "indexer.weights_proj.weight": kernel(indexer.weights),
+    }
+    raw = {
+        "index_n_heads": indexer.num_heads,
+        "qk_rope_head_dim": indexer.rope_features,
+        "rope_theta": indexer.rope_theta,
+        "rope_interleave": indexer.rope_interleave,
+    }
+    return weights, raw
+
+
 def of_mixture(moe):
     weights = {"gate.weight": np.asarray(moe.router[...], np.float64).T}
     if moe.bias is not None:

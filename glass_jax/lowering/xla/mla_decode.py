@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from glass_jax.lowering.xla import online_softmax, pages
+from glass_jax.lowering.xla import bits, online_softmax, pages
+from glass_jax.lowering.xla.branches import in_a_branch
 from glass_jax.lowering.xla.gemm import accumulator
 
 # Tokens of a step, and how many must be left for one: what it fetches, 1.2 MB with D 576 in 16 bits, stays in the cache
 # of a CPU core; the end of a sequence, or a short one, goes in smaller steps.
-_STEPS = ((1024, 1024), (512, 512), (128, 1))
+STEPS = ((1024, 1024), (512, 512), (128, 1))
 
 
 def mla_decode(
@@ -46,20 +48,38 @@ def mla_decode(
       ``out [B, Sq, H, head_dim_v]`` of the operands' type and ``lse [B, H, Sq]`` of the accumulator's.
     """
     if 0 in (*q.shape, *kv_cache.shape, *block_table.shape):
-        return nothing(q, head_dim_v)
-    row = partial(_row, kv_cache, head_dim_v=head_dim_v, softmax_scale=softmax_scale, causal=causal)
+        out, _, lse = nothing(q, head_dim_v)
+        return out, lse
+    of_row = partial(row, kv_cache, head_dim_v=head_dim_v, softmax_scale=softmax_scale, causal=causal)
     lengths = jnp.clip(cache_seqlens, 0, block_table.shape[1] * kv_cache.shape[1])
-    return lax.map(lambda operands: row(*operands), (q, block_table, lengths, attn_sink))
+    out, _, lse = of_each(of_row, q, block_table, lengths, attn_sink)
+    return out, lse
 
 
-def nothing(q: jax.Array, head_dim_v: int) -> tuple[jax.Array, jax.Array]:
-    """The result of queries that see no token."""
+def nothing(q: jax.Array, head_dim_v: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """``out``, the largest scores and ``lse`` of queries that see no token."""
     batch, queries, heads, _ = q.shape
     out = jnp.zeros((batch, queries, heads, head_dim_v), q.dtype)
-    return out, jnp.full((batch, heads, queries), jnp.inf, accumulator(q.dtype))
+    lse = jnp.full((batch, heads, queries), jnp.inf, accumulator(q.dtype))
+    return out, -lse, lse
 
 
-def _row(
+def of_each(of_row: Callable, q: jax.Array, *operands: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The results of ``of_row`` for each element of the first dimension of ``q`` and ``operands``."""
+
+    def read(i):
+        return bits.back(lax.dynamic_index_in_dim(bits.of(q), i, keepdims=False), q.dtype)
+
+    def step(each):
+        i, *rest = each
+        out, largest, lse = of_row(in_a_branch(i >= 0, read, i), *rest)
+        return bits.of(out), largest, lse
+
+    out, largest, lse = lax.map(step, (jnp.arange(q.shape[0]), *operands))
+    return bits.back(out, q.dtype), largest, lse
+
+
+def row(
     kv_cache: jax.Array,
     q: jax.Array,
     table: jax.Array,
@@ -69,8 +89,25 @@ def _row(
     head_dim_v: int,
     softmax_scale: float,
     causal: bool,
-) -> tuple[jax.Array, jax.Array]:
-    """One row: a loop over its tokens."""
+    steps: Sequence[tuple[int, int]] = STEPS,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """One row: a loop over its tokens.
+
+    Args:
+      kv_cache: ``[pages, page, 1, D]`` or ``[pages, page, D]``.
+      q: ``[Sq, H, D]``.
+      table: ``[n]`` int32.
+      length: int32 scalar, 0 to ``n * page``.
+      sink: ``[H]``.
+      head_dim_v: see :func:`mla_decode`, like ``softmax_scale`` and ``causal``.
+      softmax_scale: see ``head_dim_v``.
+      causal: see ``head_dim_v``.
+      steps: sizes of the loop's steps, in turn: of how many tokens, as long as how many are left.
+
+    Returns:
+      ``out [Sq, H, head_dim_v]``, the largest score ``[H, Sq]``, -inf of a query that sees no token, and
+      ``lse [H, Sq]``.
+    """
     queries, heads, depth = q.shape
     dtype = accumulator(q.dtype)
     product = partial(lax.dot_general, preferred_element_type=dtype)
@@ -83,7 +120,7 @@ def _row(
 
     def step(state, count):
         first, sums = state
-        kv = pages.tokens(kv_cache, table, first, count, length)[:, 0]
+        kv = pages.tokens(kv_cache, table, first, count, length).reshape(count, depth)
         scores = product(flat, kv, (((1,), (1,)), ((), ()))) * softmax_scale
         position = first + jnp.arange(count, dtype=jnp.int32)
         scores = jnp.where(position < end[:, None], scores, -jnp.inf)
@@ -92,11 +129,12 @@ def _row(
         return first + count, online_softmax.add(sums, scores, weigh)
 
     state = (jnp.zeros((), jnp.int32), online_softmax.nothing((queries * heads,), depth, dtype))
-    for count, least in _STEPS:
+    for count, least in steps:
         state = lax.while_loop(partial(more, least=least), partial(step, count=count), state)
     _, (largest, total, values) = state
     empty = total == 0
     divisor = jnp.where(empty, 1, total + jnp.exp(jnp.tile(sink, queries) - jnp.where(empty, 0, largest)))
     out = values[:, :head_dim_v] / divisor[:, None]
     lse = jnp.where(empty, jnp.inf, largest + jnp.log(total))
-    return out.astype(q.dtype).reshape(queries, heads, head_dim_v), lse.reshape(queries, heads).T
+    largest, lse = (x.reshape(queries, heads).T for x in (jnp.where(empty, -jnp.inf, largest), lse))
+    return out.astype(q.dtype).reshape(queries, heads, head_dim_v), largest, lse

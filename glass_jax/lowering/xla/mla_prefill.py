@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from glass_jax.lowering.xla import online_softmax
+from glass_jax.lowering.xla import bits, online_softmax
 from glass_jax.lowering.xla.gemm import accumulator
 
 QUERIES, KEYS = 128, 256  # of a block
@@ -235,11 +235,11 @@ class _Blocks:
 
     def of_queries(self, x: jax.Array) -> jax.Array:
         """``[B, Sq, H, D]`` as ``[B * H, blocks, queries, D]``."""
-        return _stored(self._divided(jnp.moveaxis(x, 2, 1), self.queries))
+        return bits.of(self._divided(jnp.moveaxis(x, 2, 1), self.queries))
 
     def of_keys(self, x: jax.Array) -> jax.Array:
         """``[B, Skv, H, D]`` as ``[B * H, blocks, keys, D]``."""
-        return _stored(self._divided(jnp.moveaxis(x, 2, 1), self.keys))
+        return bits.of(self._divided(jnp.moveaxis(x, 2, 1), self.keys))
 
     def rows(self, x: jax.Array, fill: float = 0) -> jax.Array:
         """``[B, H, Sq]`` as ``[B * H, blocks, queries]``, ``fill`` in what is added."""
@@ -266,15 +266,8 @@ def _whole(x: jax.Array, batch: int, length: int, dtype: jnp.dtype) -> jax.Array
     return jnp.moveaxis(x[:, :, :length], 1, 2)
 
 
-# XLA:CPU hoists the conversion of a loop's bfloat16 operands to float32 out of the loop, and slices float32 copies in
-# it: inside a loop they are integers until they are read.
-def _stored(x: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
-
-
 def _read(x: jax.Array, block: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    x = lax.dynamic_index_in_dim(x, block, keepdims=False)
-    return lax.bitcast_convert_type(x, dtype) if dtype == jnp.bfloat16 else x
+    return bits.back(lax.dynamic_index_in_dim(x, block, keepdims=False), dtype)
 
 
 def _dot(a: jax.Array, b: jax.Array, contracted: tuple[int, int]) -> jax.Array:

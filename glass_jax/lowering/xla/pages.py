@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
+from glass_jax.lowering.xla import bits
 from glass_jax.lowering.xla.branches import in_a_branch
 
 
@@ -27,13 +27,9 @@ def tokens(cache: jax.Array, table: jax.Array, first: jax.Array, count: int, len
       ``[count, ...]``.
     """
     page = cache.shape[1]
-    bits = jnp.dtype(f"uint{8 * cache.dtype.itemsize}")
 
     def fetch(position):
-        # XLA:CPU gathers 16-bit floats as float32, so they are gathered as integers.
-        integers = lax.bitcast_convert_type(cache, bits)
-        rows = integers.at[table[position // page], position % page].get(mode="clip")
-        return lax.bitcast_convert_type(rows, cache.dtype)
+        return bits.back(bits.of(cache).at[table[position // page], position % page].get(mode="clip"), cache.dtype)
 
     # Outside of a branch the integers would be a copy of the whole cache, made before the loop.
     position = jnp.minimum(first + jnp.arange(count, dtype=jnp.int32), length - 1)

@@ -8,6 +8,8 @@ the tokens gone over so far a row keeps the largest score ``m``, the sum ``total
 of ``exp(s - m) v`` (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018).
 
 The steps of a sequence depend on nothing but its length, so its result does not depend on the other sequences.
+
+``sparse_mla_prefill`` is the same kernel: each query is a sequence, the tokens chosen for it are pages of one token.
 """
 
 # Annotations are evaluated here: TileLang reads those of a kernel's parameters, which name local variables.
@@ -45,6 +47,7 @@ class MlaDecodeKernel:
     ``lengths``  ``[batch]``                      int32
     ``sink``     ``[batch, rows]``                float32
     ``out``      ``[batch, rows, dv]``            ``dtype``
+    ``largest``  ``[batch, rows]``                float32
     ``lse``      ``[batch, rows]``                float32
     ===========  ===============================  ==========
 
@@ -96,8 +99,8 @@ class MlaDecodeKernel:
 
     @property
     def outputs(self) -> tuple[int, ...]:
-        """The results are the last two parameters."""
-        return (5, 6)
+        """The results are the last three parameters."""
+        return (5, 6, 7)
 
     @property
     def pass_configs(self) -> tuple[()]:
@@ -164,7 +167,7 @@ class MlaDecodeKernel:
         softmax = _softmax(half, dtype, self.scale, end)
         shapes = {"q": (self.batch, self.rows, d), "cache": (self.pages, page, d), "out": (self.batch, self.rows, dv)}
         q_type, cache_type, out_type = (T.Tensor(shape, dtype) for shape in shapes.values())
-        sink_type, lse_type = (T.Tensor((self.batch, self.rows), "float32") for _ in range(2))
+        sink_type, largest_type, lse_type = (T.Tensor((self.batch, self.rows), "float32") for _ in range(3))
 
         @T.prim_func
         def mla_decode(
@@ -174,6 +177,7 @@ class MlaDecodeKernel:
             lengths: T.Tensor((self.batch,), "int32"),
             sink: sink_type,
             out: out_type,
+            largest: largest_type,
             lse: lse_type,
         ):
             with T.MixedKernel(self.batch * blocks) as (block, unit):
@@ -234,6 +238,7 @@ class MlaDecodeKernel:
                         accumulate(o, new, alpha, i * wide)
                 finish(o, m, total, sums, sinks, result)
                 T.dual_copy(result, out[b, row : row + rows, 0:dv])
+                T.copy(m[0:half], largest[b, mine : mine + half])
                 T.copy(sums[0:half], lse[b, mine : mine + half])
 
         return mla_decode
@@ -319,7 +324,7 @@ def _output(half: int, dtype: str, dv: int, wide: int) -> tuple[Any, Any, Any]:
 
     @T.macro
     def finish(o, m, total, lse, sinks, result):
-        """The output in the operands' type. The sum of a row that sees any token is at least that of its largest, 1."""
+        """The results. The sum of a row that sees any token is at least that of its largest, 1."""
         with T.SimdVF():
             full = S.pset(32)
             lanes = S.update_mask(wide, 32)
@@ -329,6 +334,7 @@ def _output(half: int, dtype: str, dv: int, wide: int) -> tuple[Any, Any, Any]:
             S.vsts(lse[0], S.vsel(S.vdup(T.infinity("float32"), "float32", full), logarithm, blind), full)
             sunk = S.vexpdif(S.vld(sinks[0]), S.vld(m[0]), full)
             S.vsts(total[0], S.vadd(S.vmaxs(sums, T.float32(1), full), sunk, full), full)
+            S.vsts(m[0], S.vsel(S.vdup(-T.infinity("float32"), "float32", full), S.vld(m[0]), blind), full)
             S.mem_bar("VST_VLD")
             for row in range(half):
                 divisor = S.vld(total[row], "BRC_B32")
