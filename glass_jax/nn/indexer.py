@@ -78,30 +78,39 @@ class Indexer(nnx.Module):
         self.k_norm = LayerNorm(head_dim, param_dtype=param_dtype)
         self.weights = Linear(features, num_heads, roles=(None, "tensor"), **options)
 
-    def __call__(self, x: jax.Array, q_latent: jax.Array, positions: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, q_latent: jax.Array, positions: jax.Array | None = None, keys: jax.Array | None = None
+    ) -> jax.Array:
         """The tokens that each token attends to, itself and those before it among them; not differentiable.
 
         Args:
           x: ``[B, S, features]``.
           q_latent: ``[B, S, q_lora_rank]``, what queries come from.
           positions: int32 ``[B, S]``, what the rotation is by; None: 0, 1, 2 and so on.
+          keys: what :meth:`keys` returns for ``x``, where it is there already.
 
         Returns:
           int32 ``[B, S, min(topk, S)]``, numbers of tokens of the same sequence in no particular order; where a token
           has fewer before it, 2**31 - 1.
         """
-        return self.choose(self.scores(x, q_latent, positions), _earlier(x))
+        return self.choose(self.scores(x, q_latent, positions, keys), _earlier(x))
 
-    def scores(self, x: jax.Array, q_latent: jax.Array, positions: jax.Array | None = None) -> jax.Array:
+    def scores(
+        self, x: jax.Array, q_latent: jax.Array, positions: jax.Array | None = None, keys: jax.Array | None = None
+    ) -> jax.Array:
         """The scores of all pairs, float32 ``[B, S, S]``, -inf for later tokens: what an indexer is trained by.
 
         Arguments are those of :meth:`__call__`; differentiable.
         """
         if positions is None:
             positions = _earlier(x) - 1
-        ends = _earlier(x)
-        q, weights = self.queries(x, q_latent, positions)
-        return mqa_logits(q, self.keys(x, positions), None, weights, jnp.zeros_like(ends), ends)
+        keys = self.keys(x, positions) if keys is None else keys
+        return self.score(*self.queries(x, q_latent, positions), keys, _earlier(x))
+
+    @staticmethod
+    def score(q: jax.Array, weights: jax.Array, keys: jax.Array, ends: jax.Array) -> jax.Array:
+        """Scores ``[B, S, n]`` of the first ``ends`` ``[B, S]`` of ``keys`` ``[B, n, D]``, -inf for the others."""
+        return mqa_logits(q.astype(keys.dtype), keys, None, weights, jnp.zeros_like(ends), ends)
 
     def queries(self, x: jax.Array, q_latent: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Queries ``[B, S, H, D]``, and the heads' weights, float32 ``[B, S, H]``."""
@@ -119,9 +128,8 @@ class Indexer(nnx.Module):
 
     def _rotate(self, x: jax.Array, positions: jax.Array) -> jax.Array:
         turned, rest = jnp.split(x, [self.rope_features], axis=-1)
-        angles = positions[..., None] * rope.frequencies(self.rope_features, self.rope_theta, self.yarn)
-        scale = self.yarn.rotation_scale if self.yarn else 1.0
-        return jnp.concatenate([rope.rotate(turned, angles, interleave=self.rope_interleave, scale=scale), rest], -1)
+        turned = rope.embed(turned, positions, theta=self.rope_theta, yarn=self.yarn, interleave=self.rope_interleave)
+        return jnp.concatenate([turned, rest], -1)
 
 
 def _earlier(x: jax.Array) -> jax.Array:

@@ -28,7 +28,6 @@ from glass_jax.nn.normalization import RMSNorm
 from glass_jax.primitives.gemm import gemm
 from glass_jax.primitives.mla_decode import mla_decode
 from glass_jax.primitives.mla_prefill import mla_prefill
-from glass_jax.primitives.mqa_logits import mqa_logits
 from glass_jax.primitives.sparse_mla_prefill import sparse_mla_prefill
 
 Cached = jax.Array | tuple[jax.Array, jax.Array]
@@ -147,15 +146,16 @@ class MLA(nnx.Module):
         x = self.axes.constrain(x, "batch", None, None)
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
-        q_latent, rows = self._query_latent(x), self._rows(x, positions)
+        q_latent, kept = self._query_latent(x), self._kept(x, positions)
+        rows, keys = (kept, None) if self.indexer is None else kept
         q_nope, q_pe = self._queries(q_latent, positions)
         if self.indexer is None or x.shape[1] <= self.indexer.topk:
             out = self._plain(q_nope, q_pe, rows, segment_ids)
         else:
-            chosen = self.indexer(x, q_latent, positions)
+            chosen = self.indexer(x, q_latent, positions, keys)
             out = jax.vmap(self._attend)(self._absorbed(q_nope, q_pe), rows[:, :, None], chosen[:, :, None])
             out = self._by_head(out, self.v_up, transpose=False)
-        return self.out(out.reshape(*x.shape[:2], -1)), self._kept(x, rows, positions)
+        return self.out(out.reshape(*x.shape[:2], -1)), kept
 
     def _plain(self, q_nope: jax.Array, q_pe: jax.Array, rows: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
         """Attention of each token to all before it: ``[B, S, H, v]``."""
@@ -187,8 +187,8 @@ class MLA(nnx.Module):
         batch, new, _ = x.shape
         x = self.axes.constrain(x, "batch", None, None)
         positions = jnp.where(lengths[:, None] < 0, -1, lengths[:, None] + jnp.arange(new, dtype=jnp.int32))
-        q_latent, rows = self._query_latent(x), self._rows(x, positions)
-        cache = self.store(cache, self._kept(x, rows, positions), block_table, positions)
+        q_latent = self._query_latent(x)
+        cache = self.store(cache, self._kept(x, positions), block_table, positions)
         q = self._absorbed(*self._queries(q_latent, positions))
         if self.indexer is None:
             out = self._over_all(q, cache, block_table, positions)
@@ -228,7 +228,7 @@ class MLA(nnx.Module):
 
         def attend(cache, block_table, keys, q, index_q, weights, ends):
             tokens, size = latent_cache.of_sequences(keys, block_table), cache.shape[1]
-            scores = mqa_logits(index_q.astype(keys.dtype), tokens, None, weights, jnp.zeros_like(ends), ends)
+            scores = self.indexer.score(index_q, weights, tokens, ends)
             scores = jax.lax.psum(scores, tensor) if tensor else scores
             chosen = self.indexer.choose(scores, ends).reshape(len(q), -1)
             rows = jnp.where(chosen < tokens.shape[1], latent_cache.places(block_table, chosen, size), -1)
@@ -291,19 +291,14 @@ class MLA(nnx.Module):
         q_nope, q_pe = jnp.split(q, [q.shape[-1] - self.rope_features], axis=-1)
         return q_nope, self._rotate(q_pe, positions[:, :, None])
 
-    def _rows(self, x: jax.Array, positions: jax.Array) -> jax.Array:
-        """``[latent, rotated key]`` of each token: ``[B, S, C + R]``."""
+    def _kept(self, x: jax.Array, positions: jax.Array) -> Cached:
+        """What a cache holds of the tokens: ``[latent, rotated key]``, ``[B, S, C + R]``; the indexer's keys."""
         latent, k_pe = jnp.split(self.kv_down(x), [self.latent_features], axis=-1)
-        return jnp.concatenate([self.kv_norm(latent), self._rotate(k_pe, positions)], axis=-1)
-
-    def _kept(self, x: jax.Array, rows: jax.Array, positions: jax.Array) -> Cached:
-        """What a cache holds of the tokens."""
+        rows = jnp.concatenate([self.kv_norm(latent), self._rotate(k_pe, positions)], axis=-1)
         return rows if self.indexer is None else (rows, self.indexer.keys(x, positions))
 
     def _rotate(self, x: jax.Array, positions: jax.Array) -> jax.Array:
-        angles = positions[..., None] * rope.frequencies(self.rope_features, self.rope_theta, self.yarn)
-        scale = self.yarn.rotation_scale if self.yarn else 1.0
-        return rope.rotate(x, angles, interleave=self.rope_interleave, scale=scale)
+        return rope.embed(x, positions, theta=self.rope_theta, yarn=self.yarn, interleave=self.rope_interleave)
 
     def _expand(self, latent: jax.Array, up: nnx.Param) -> jax.Array:
         """Keys or values of all heads, ``[B, S, H, n]``, from latents ``[B, S, C]``: one product."""

@@ -73,6 +73,12 @@ def frequencies(features: int, theta: float, yarn: YaRN | None = None) -> np.nda
     return (plain / yarn.factor * ramp + plain * (1 - ramp)).astype(np.float32)
 
 
+def embed(x: jax.Array, positions: jax.Array, *, theta: float, yarn: YaRN | None = None, interleave: bool) -> jax.Array:
+    """``x`` ``[..., features]`` turned by its ``positions`` ``[...]``; see :func:`frequencies` and :func:`rotate`."""
+    angles = positions[..., None] * frequencies(x.shape[-1], theta, yarn)
+    return rotate(x, angles, interleave=interleave, scale=yarn.rotation_scale if yarn else 1.0)
+
+
 def rotate(x: jax.Array, angles: jax.Array, *, interleave: bool, scale: float = 1.0) -> jax.Array:
     """Turns pairs of features.
 

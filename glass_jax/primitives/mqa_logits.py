@@ -21,6 +21,7 @@ from glass_jax.lowering.xla.gemm import accumulator
 from glass_jax.primitives import axes, checks, operation
 
 FLOAT8 = jnp.dtype(jnp.float8_e4m3fn)
+_HEADS = (-2, None, None, -1, None, None, None)  # axes of the operands
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,7 +146,7 @@ def _derivative(*operands, params: Params) -> jax.Array:
             f"mqa_logits has no derivative where q is {FLOAT8}: it is quantized. Train the indexer in bfloat16, or put "
             "jax.lax.stop_gradient around the result"
         )
-    return formula.differentiable(*map(_whole_heads, operands, formula.HEADS))
+    return formula.differentiable(*map(_whole_heads, operands, _HEADS))
 
 
 def _whole_heads(x: jax.Array, axis: int | None) -> jax.Array:

@@ -79,7 +79,7 @@ def scaled_gemm(
       HardwareConstraintError: (a ValueError) shapes that do not fit each other, other dtypes, on the NPU and outside of
         ``jit`` a scale that is no power of two, or, with ``glass.configure(alignment="strict")``, a dimension that the
         hardware cannot take as it is.
-      UnsupportedError: on the NPU, float8_e5m2, or a chip without MX formats; differentiation.
+      UnsupportedError: on the NPU, float8_e5m2, or a chip that no code is generated for; differentiation.
     """
     lhs, lhs_scale, rhs, rhs_scale = map(jnp.asarray, (lhs, lhs_scale, rhs, rhs_scale))
     out_dtype = _check(lhs, rhs, transpose_rhs, preferred_element_type)

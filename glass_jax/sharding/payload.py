@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from glass_jax import errors
+from glass_jax.primitives import axes
 from glass_jax.primitives.products import FLOAT8
 from glass_jax.primitives.quantize import quantize
 
@@ -45,10 +46,5 @@ def decode(rows: jax.Array, dtype: jnp.dtype | None, like: jax.Array) -> jax.Arr
     width = like.shape[1]
     values = lax.bitcast_convert_type(rows[:, :width], dtype).astype(jnp.float32)
     scales = lax.bitcast_convert_type(rows[:, width:].reshape(len(rows), -1, 4), jnp.float32)
-    values = _blocks(values) * scales[:, :, None]
-    return values.reshape(len(rows), -1)[:, :width].astype(like.dtype)
-
-
-def _blocks(x: jax.Array) -> jax.Array:
-    """``x`` ``[T, H]`` as ``[T, ceil(H/128), 128]``, zeros at the end."""
-    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % BLOCK))).reshape(len(x), -(-x.shape[1] // BLOCK), BLOCK)
+    values = axes.into_blocks(values, 1, BLOCK) * scales[:, :, None]
+    return axes.out_of_blocks(values, 1, width).astype(like.dtype)

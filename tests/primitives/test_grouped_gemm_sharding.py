@@ -1,8 +1,6 @@
 """grouped_gemm on meshes: values, which collectives the compiled program has."""
 
 import functools
-import math
-import re
 
 import jax
 import jax.numpy as jnp
@@ -13,20 +11,12 @@ from jax.sharding import AxisType
 import glass_jax as glass
 import grouped_gemm_reference as reference
 import numpy_reference as ref
+from compiled import collectives
 
 RUNS_HERE = ("xla", "npu_model")
 AXIS_TYPES = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name.lower())
 G, M, N, K = 8, 48, 32, 64
 SIZES = np.array([7, 0, 11, 3, 0, 9, 5, 6], np.int32)  # 41 of 48 rows
-_COLLECTIVE = re.compile(r"= \(?(\w+)\[([\d,]*)\]\S* (all-reduce|all-gather|reduce-scatter|all-to-all)(?:-start)?\(")
-
-
-def collectives(compiled) -> dict[str, int]:
-    """Elements of the result of each kind of collective in the compiled program."""
-    found: dict[str, int] = {}
-    for _, dims, kind in _COLLECTIVE.findall(compiled.as_text()):
-        found[kind] = found.get(kind, 0) + math.prod(int(d) for d in dims.split(",") if d)
-    return found
 
 
 def mesh_of(axis_type):
@@ -68,8 +58,9 @@ def test_operands_stay_where_they_are(case, implementation, axis_type):
         compiled = f.lower(*args).compile()
     ref.assert_close(out, reference.grouped_gemm(*whole, SIZES))
     found = collectives(compiled)
-    if axis_type is AxisType.Auto:  # XLA may share out the sizes, too, and then gathers those
+    if axis_type is AxisType.Auto:  # XLA may share out the sizes, too, then gathers those, and passes one on
         assert found.pop("all-gather", 0) in (0, G)
+        assert found.pop("collective-permute", 0) in (0, 1)
     assert found == expected
     if axis_type is AxisType.Explicit:
         assert jax.typeof(out).sharding.spec == out_spec
@@ -134,6 +125,8 @@ def test_gradients_stay_where_their_operands_are(implementation, lhs_spec, rhs_s
     found = collectives(matrices_only)
     rows = M * K if lhs_spec[:1] == ("x",) else 0  # which every expert may need
     assert found.pop("all-gather", 0) in (rows, rows + G)
+    if axis_type is AxisType.Auto:
+        assert found.pop("collective-permute", 0) in (0, 1)  # a size, see above
     assert found == {}
 
 

@@ -2,8 +2,6 @@
 
 import functools
 import itertools
-import math
-import re
 
 import jax
 import jax.numpy as jnp
@@ -15,23 +13,13 @@ from jax.test_util import check_grads
 
 import glass_jax as glass
 import mqa_logits_reference as reference
+from compiled import collectives
 from glass_jax import errors
 
 RUNS_HERE = ("xla", "npu_model")
 AXIS_TYPES = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name.lower())
 SIZES = 4, 64, 16, 8  # queries, keys, heads, d
 TOLERANCE = 3e-6
-_COLLECTIVE = re.compile(
-    r"= \(?\w+\[([\d,]*)\]\S* (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
-)
-
-
-def collectives(compiled) -> dict[str, int]:
-    """Elements of the result of each kind of collective in the compiled program."""
-    found: dict[str, int] = {}
-    for dims, kind in _COLLECTIVE.findall(compiled.as_text()):
-        found[kind] = found.get(kind, 0) + math.prod(int(d) for d in dims.split(",") if d)
-    return found
 
 
 def operands(batch=(), dtype="float32"):

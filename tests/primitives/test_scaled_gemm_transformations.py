@@ -2,8 +2,6 @@
 
 import functools
 import itertools
-import math
-import re
 
 import jax
 import jax.numpy as jnp
@@ -16,22 +14,12 @@ from jax.sharding import AxisType
 import glass_jax as glass
 import numpy_reference as ref
 import scaled_gemm_reference as reference
+from compiled import collectives
 from glass_jax import errors
 
 RUNS_HERE = ("xla", "npu_model")
 AXIS_TYPES = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name.lower())
 BLOCKS = (1, 128), (128, 128)
-_COLLECTIVE = re.compile(
-    r"= \(?\w+\[([\d,]*)\]\S* (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
-)
-
-
-def collectives(compiled) -> dict[str, int]:
-    """Elements of the result of each kind of collective in the compiled program."""
-    found: dict[str, int] = {}
-    for dims, kind in _COLLECTIVE.findall(compiled.as_text()):
-        found[kind] = found.get(kind, 0) + math.prod(int(d) for d in dims.split(",") if d)
-    return found
 
 
 def quantized(*shape, block, seed=0):

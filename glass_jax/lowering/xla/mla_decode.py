@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from glass_jax.lowering.xla import bits, online_softmax, pages
-from glass_jax.lowering.xla.branches import in_a_branch
+from glass_jax.lowering.xla import online_softmax, pages
 from glass_jax.lowering.xla.gemm import accumulator
 
 # Tokens of a step, and how many must be left for one: what it fetches, 1.2 MB with D 576 in 16 bits, stays in the cache
@@ -52,7 +51,7 @@ def mla_decode(
         return out, lse
     of_row = partial(row, kv_cache, head_dim_v=head_dim_v, softmax_scale=softmax_scale, causal=causal)
     lengths = jnp.clip(cache_seqlens, 0, block_table.shape[1] * kv_cache.shape[1])
-    out, _, lse = of_each(of_row, q, block_table, lengths, attn_sink)
+    out, _, lse = pages.of_each(of_row, q, block_table, lengths, attn_sink)
     return out, lse
 
 
@@ -62,21 +61,6 @@ def nothing(q: jax.Array, head_dim_v: int) -> tuple[jax.Array, jax.Array, jax.Ar
     out = jnp.zeros((batch, queries, heads, head_dim_v), q.dtype)
     lse = jnp.full((batch, heads, queries), jnp.inf, accumulator(q.dtype))
     return out, -lse, lse
-
-
-def of_each(of_row: Callable, q: jax.Array, *operands: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The results of ``of_row`` for each element of the first dimension of ``q`` and ``operands``."""
-
-    def read(i):
-        return bits.back(lax.dynamic_index_in_dim(bits.of(q), i, keepdims=False), q.dtype)
-
-    def step(each):
-        i, *rest = each
-        out, largest, lse = of_row(in_a_branch(i >= 0, read, i), *rest)
-        return bits.of(out), largest, lse
-
-    out, largest, lse = lax.map(step, (jnp.arange(q.shape[0]), *operands))
-    return bits.back(out, q.dtype), largest, lse
 
 
 def row(

@@ -14,7 +14,6 @@ _BLOCK = 1 << 18
 _ROWS = 2048
 
 RANKS = (3, 2, 1, 2, 1, 1, 1)  # of the operands, without batch dimensions
-HEADS = (-2, None, None, -1, None, None, None)  # axes of the operands
 
 
 def mqa_logits(

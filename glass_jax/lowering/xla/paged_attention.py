@@ -36,13 +36,13 @@ def paged_attention(
     size = table.shape[1] * k_cache.shape[1]
     if 0 in (size, *k_cache.shape, *q.shape):
         return jnp.zeros(q.shape, q.dtype)
-    row = partial(_row, k_cache, v_cache, scale)
-    return lax.map(lambda operands: row(*operands), (q, table, jnp.clip(lengths, 0, size)))
+    (out,) = pages.of_each(partial(_row, k_cache, v_cache, scale), q, table, jnp.clip(lengths, 0, size))
+    return out
 
 
 def _row(
     k_cache: jax.Array, v_cache: jax.Array, scale: float, q: jax.Array, table: jax.Array, length: jax.Array
-) -> jax.Array:
+) -> tuple[jax.Array]:
     """One sequence: a loop over its tokens."""
     dtype = accumulator(q.dtype)
     scaled = q.astype(dtype) * scale
@@ -62,4 +62,4 @@ def _row(
     start = jnp.zeros((), jnp.int32), online_softmax.nothing(q.shape[:-1], q.shape[-1], dtype)
     _, (_, total, values) = lax.while_loop(lambda state: state[0] < length, step, start)
     # The largest score adds 1 to its sum: only an empty sequence has less.
-    return (values / jnp.maximum(total, 1)[..., None]).astype(q.dtype)
+    return ((values / jnp.maximum(total, 1)[..., None]).astype(q.dtype),)

@@ -1,9 +1,12 @@
-"""Tokens of a paged cache, fetched a few at a time."""
+"""Sequences in a paged cache: one after the other, their tokens fetched a few at a time."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from glass_jax.lowering.xla import bits
 from glass_jax.lowering.xla.branches import in_a_branch
@@ -34,3 +37,27 @@ def tokens(cache: jax.Array, table: jax.Array, first: jax.Array, count: int, len
     # Outside of a branch the integers would be a copy of the whole cache, made before the loop.
     position = jnp.minimum(first + jnp.arange(count, dtype=jnp.int32), length - 1)
     return in_a_branch(first < length, fetch, position)
+
+
+def of_each(of_sequence: Callable, q: jax.Array, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    """The results of ``of_sequence`` for each element of the first dimension of the operands, one after the other.
+
+    Args:
+      of_sequence: returns a tuple of arrays, the first one of the type of ``q``, the others of 32 bits or more.
+      q: ``[B, ...]``, what it takes first: read, as the first result is written, as integers.
+      *operands: ``[B, ...]``, what it takes then.
+
+    Returns:
+      Its results, ``[B, ...]``.
+    """
+
+    def read(i):
+        return bits.back(lax.dynamic_index_in_dim(bits.of(q), i, keepdims=False), q.dtype)
+
+    def step(each):
+        i, *rest = each
+        first, *others = of_sequence(in_a_branch(i >= 0, read, i), *rest)
+        return bits.of(first), *others
+
+    first, *others = lax.map(step, (jnp.arange(len(q)), *operands))
+    return bits.back(first, q.dtype), *others

@@ -44,7 +44,7 @@ def scaled_gemm(
       ``[*batch, M, N]``.
     """
     # Times a power of two an fp8 number is exact in bfloat16, which a CPU multiplies twice as fast; times others it
-    # is not. A product for each block of K, scaled afterwards, gains nothing over one in float32.
+    # is not.
     exact = lhs_scale.dtype == E8M0 == rhs_scale.dtype
     dtype = jnp.bfloat16 if exact and lhs.shape[-3] >= _FEW_ROWS else jnp.float32
     lhs_scale, rhs_scale = lhs_scale.astype(dtype), rhs_scale.astype(dtype)  # once, not for each element they scale

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from glass_jax.lowering.xla import bits, mla_decode
+from glass_jax.lowering.xla import bits, mla_decode, pages
 from glass_jax.lowering.xla.branches import in_a_branch
 from glass_jax.lowering.xla.gemm import accumulator
 
@@ -45,7 +45,7 @@ def sparse_mla_prefill(
     def of_query(query, chosen, sink):
         return row(query[None], *in_front(chosen[0]), sink)
 
-    out, largest, lse = mla_decode.of_each(of_query, q, indices, sink)
+    out, largest, lse = pages.of_each(of_query, q, indices, sink)
     return out[:, 0], largest[..., 0], lse[..., 0]
 
 

@@ -131,7 +131,7 @@ class ScaledGemmKernel:
 
         Raises:
           OutOfOnChipMemoryError: the given tiles do not fit.
-          HardwareConstraintError: the cube of the chip takes no MX formats.
+          UnsupportedError: no code is generated for the chip, so there are no tiles.
         """
         tiles = self.tiles or tiling.choose(self.problem, chip)
         return tiling.plan(self.problem, tiles, chips.get(chip))
