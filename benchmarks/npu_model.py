@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 
 from benchmarks import measure
 from benchmarks.measure import Report, Verdict
-from glass_jax.hw import executor
+from glass_jax.hw.model import executor
 from glass_jax.lowering import cache
 from glass_jax.lowering.tilelang.kernels.gemm import GemmKernel
 from glass_jax.lowering.tiling import GemmTiles

@@ -9,7 +9,8 @@ import jax
 import numpy as np
 
 from glass_jax import config
-from glass_jax.hw import chips, observers
+from glass_jax.hw import chips
+from glass_jax.hw.model import observers
 from glass_jax.lowering import collect
 
 

@@ -181,7 +181,7 @@ def test_finds_a_cycle(repository):
 
 def test_rewriting_adds_what_is_missing_and_keeps_comments(repository):
     write(repository, "glass_jax/errors.py", "")
-    write(repository, "glass_jax/hw/program.py", "import jax\nfrom glass_jax import errors")
+    write(repository, "glass_jax/hw/ir/program.py", "import jax\nfrom glass_jax import errors")
     write(repository, "tests/test_errors.py", "from glass_jax import errors")
     (repository / "glass_jax/hw/chips.py").unlink()
     write(repository, "BUILD", build_file.rewritten(repository))

@@ -12,7 +12,7 @@ import jax
 
 from glass_jax import config
 from glass_jax.hw import chips
-from glass_jax.hw.program import Space
+from glass_jax.hw.ir.program import Space
 from glass_jax.lowering import cache
 from glass_jax.text import table
 

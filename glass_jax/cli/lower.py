@@ -14,7 +14,8 @@ import jax.numpy as jnp
 
 from glass_jax import config, errors, verification
 from glass_jax.cli import files
-from glass_jax.hw import chips, memory, printer, verifier
+from glass_jax.hw import chips, memory, verifier
+from glass_jax.hw.ir import printer
 from glass_jax.lowering import artifact, collect
 from glass_jax.primitives.gemm import ACTIVATIONS, gemm
 

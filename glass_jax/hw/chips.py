@@ -15,7 +15,7 @@ import types
 from collections.abc import Mapping
 
 from glass_jax import errors
-from glass_jax.hw.program import Space
+from glass_jax.hw.ir.program import Space
 
 CUBE_M = CUBE_N = (
     16  # rows and columns of C that the cube computes in one cycle; the depth depends on the type: Chip.cube_k

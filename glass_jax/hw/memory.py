@@ -6,9 +6,9 @@ import math
 import re
 from collections.abc import Sequence
 
-from glass_jax.hw import program as ir
 from glass_jax.hw.chips import Chip
-from glass_jax.hw.program import Allocation, Space
+from glass_jax.hw.ir import program as ir
+from glass_jax.hw.ir.program import Allocation, Space
 
 ON_CHIP = (Space.L1, Space.L0A, Space.L0B, Space.L0C, Space.UB)
 

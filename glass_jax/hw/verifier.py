@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 from glass_jax import errors
 from glass_jax.hw import memory as mem
-from glass_jax.hw import program as ir
 from glass_jax.hw.chips import Chip
-from glass_jax.hw.program import Allocation
+from glass_jax.hw.ir import program as ir
+from glass_jax.hw.ir.program import Allocation
 from glass_jax.hw.rules import bounds, copies, cube, sync
 from glass_jax.hw.rules import memory as memory_rules
 from glass_jax.hw.rules.base import Rule, Subject, Violation

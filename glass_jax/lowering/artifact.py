@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from glass_jax import errors
-from glass_jax.hw import program as ir
-from glass_jax.hw import serialization
-from glass_jax.hw.program import Allocation
+from glass_jax.hw.ir import program as ir
+from glass_jax.hw.ir import serialization
+from glass_jax.hw.ir.program import Allocation
 
 
 class Kernel(Protocol):

@@ -19,8 +19,9 @@ import threading
 import time
 
 from glass_jax import config, errors
-from glass_jax.hw import chips, memory, serialization
-from glass_jax.hw import program as ir
+from glass_jax.hw import chips, memory
+from glass_jax.hw.ir import program as ir
+from glass_jax.hw.ir import serialization
 from glass_jax.lowering.artifact import Artifact, Kernel, from_json, to_json
 
 _COMPILERS = ("tilelang", "apache-tvm-ffi")

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from glass_jax import config, errors
-from glass_jax.hw import program as ir
 from glass_jax.hw.chips import Chip
-from glass_jax.hw.program import Allocation
+from glass_jax.hw.ir import program as ir
+from glass_jax.hw.ir.program import Allocation
 from glass_jax.lowering import artifact, ascend, bundle, cache
 
 REFERENCE_CHIP = "950DT"  # whose code stands for that of a chip that none is generated for

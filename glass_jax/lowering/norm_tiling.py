@@ -15,7 +15,7 @@ from typing import Any
 
 from glass_jax import errors
 from glass_jax.hw import chips
-from glass_jax.hw.program import Space
+from glass_jax.hw.ir.program import Space
 from glass_jax.lowering.tiling import LANES, MAD_HEAD_CYCLES
 
 _BLOCKS_N = (256, 128, 64)  # whole registers; of 256 columns L0C holds two versions with 128 rows

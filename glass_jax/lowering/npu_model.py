@@ -25,7 +25,8 @@ def call(
       UnsupportedError: the kernel has a statement that the model does not run.
     """
     # Loaded with the first kernel: most programs import the library and never run the model.
-    from glass_jax.hw import chips, executor, verifier
+    from glass_jax.hw import chips, verifier
+    from glass_jax.hw.model import executor
 
     made = cache.compile(kernel, chip)
     verifier.check_memory(made.program, chips.get(chip), made.memory)

@@ -13,8 +13,8 @@ import itertools
 
 from glass_jax import errors
 from glass_jax.hw import chips
+from glass_jax.hw.ir.program import REGISTER_BITS, Space
 from glass_jax.hw.memory import bits
-from glass_jax.hw.program import REGISTER_BITS, Space
 
 REGISTER_BYTES = REGISTER_BITS // 8  # of a vector register
 LANES = REGISTER_BYTES // 4  # float32 elements of one

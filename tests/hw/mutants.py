@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 
 import programs as p
 
-from glass_jax.hw import program as ir
-from glass_jax.hw import sync
-from glass_jax.hw.program import Space
+from glass_jax.hw.ir import program as ir
+from glass_jax.hw.ir.program import Space
+from glass_jax.hw.order import sync
 
 Change = Callable[[ir.Stmt], tuple[ir.Stmt, ...]]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from glass_jax.hw import program as ir
-from glass_jax.hw.program import Space
+from glass_jax.hw.ir import program as ir
+from glass_jax.hw.ir.program import Space
 
 ZERO = ir.Const(0, "int32")
 

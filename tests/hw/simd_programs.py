@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from glass_jax.hw import executor, serialization
-from glass_jax.hw import program as ir
-from glass_jax.hw.program import Space
+from glass_jax.hw.ir import program as ir
+from glass_jax.hw.ir import serialization
+from glass_jax.hw.ir.program import Space
+from glass_jax.hw.model import executor
 from tests.hw import programs
 
 FLOATS = ("float32", "float16", "bfloat16")

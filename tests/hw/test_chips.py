@@ -4,7 +4,7 @@ import pytest
 
 from glass_jax import errors
 from glass_jax.hw import chips
-from glass_jax.hw.program import Space
+from glass_jax.hw.ir.program import Space
 
 KIB = 1024
 

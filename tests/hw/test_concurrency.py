@@ -9,8 +9,8 @@ import pytest
 import synced as s
 
 from glass_jax import errors
-from glass_jax.hw import concurrency, executor
-from glass_jax.hw import program as ir
+from glass_jax.hw.ir import program as ir
+from glass_jax.hw.model import concurrency, executor
 
 
 def run(case):

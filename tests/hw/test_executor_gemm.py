@@ -11,9 +11,9 @@ import numpy as np
 import programs
 import pytest
 
-from glass_jax.hw import executor
-from glass_jax.hw import program as ir
-from glass_jax.hw.program import Space
+from glass_jax.hw.ir import program as ir
+from glass_jax.hw.ir.program import Space
+from glass_jax.hw.model import executor
 
 TILES = (32, 32, 32)
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}

@@ -11,9 +11,9 @@ import pytest
 from programs import buffer, const, copy, load, loop, op, parallel, program, region, simt, store, var
 
 from glass_jax.errors import HardwareConstraintError, UnsupportedError
-from glass_jax.hw import executor
-from glass_jax.hw import program as ir
-from glass_jax.hw.program import Space
+from glass_jax.hw.ir import program as ir
+from glass_jax.hw.ir.program import Space
+from glass_jax.hw.model import executor
 
 M, N = 8, 16
 

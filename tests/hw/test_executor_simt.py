@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from programs import buffer, const, copy, load, loop, op, parallel, program, region, simt, store, var
 
 from glass_jax.errors import UnsupportedError
-from glass_jax.hw import executor
-from glass_jax.hw import program as ir
-from glass_jax.hw.program import Space
+from glass_jax.hw.ir import program as ir
+from glass_jax.hw.ir.program import Space
+from glass_jax.hw.model import executor
 
 ROWS, COLUMNS = 6, 16
 

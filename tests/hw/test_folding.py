@@ -5,8 +5,8 @@ import dataclasses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glass_jax.hw import folding
-from glass_jax.hw.folding import Affine, Leaf, Loop
+from glass_jax.hw.order import folding
+from glass_jax.hw.order.folding import Affine, Leaf, Loop
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,8 +6,8 @@ import programs as p
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glass_jax.hw import intervals
-from glass_jax.hw import program as ir
+from glass_jax.hw.ir import intervals
+from glass_jax.hw.ir import program as ir
 
 OPERATIONS = {
     "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "min": min, "max": max,

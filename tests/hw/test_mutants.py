@@ -7,7 +7,8 @@ import pytest
 import synced
 
 from glass_jax import errors
-from glass_jax.hw import chips, executor, verifier
+from glass_jax.hw import chips, verifier
+from glass_jax.hw.model import executor
 
 CHIP = chips.get("950DT")
 CASES = synced.all_cases()

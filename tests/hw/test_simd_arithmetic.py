@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from glass_jax.hw import program as ir
+from glass_jax.hw.ir import program as ir
 from tests.hw import programs
 from tests.hw import simd_programs as simd
 from tests.hw.simd_programs import (

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from glass_jax import errors
-from glass_jax.hw import program as ir
+from glass_jax.hw.ir import program as ir
 from tests.hw import programs
 from tests.hw import simd_programs as simd
 from tests.hw.simd_programs import active, predicate, register

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from glass_jax import errors
-from glass_jax.hw import executor
-from glass_jax.hw import program as ir
-from glass_jax.hw.program import Space
+from glass_jax.hw.ir import program as ir
+from glass_jax.hw.ir.program import Space
+from glass_jax.hw.model import executor
 from tests.hw import programs
 from tests.hw import simd_programs as simd
 from tests.hw.simd_programs import active, address, evaluate, item, lanes, operands, predicate, pset, register

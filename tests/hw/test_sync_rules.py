@@ -7,9 +7,11 @@ import pytest
 import synced as s
 
 from glass_jax import errors
-from glass_jax.hw import chips, concurrency, executor, ordering, verifier
-from glass_jax.hw import program as ir
-from glass_jax.hw.program import Allocation
+from glass_jax.hw import chips, verifier
+from glass_jax.hw.ir import program as ir
+from glass_jax.hw.ir.program import Allocation
+from glass_jax.hw.model import concurrency, executor
+from glass_jax.hw.order import ordering
 from glass_jax.hw.rules import bounds, sync
 
 CHIP = chips.get("950DT")

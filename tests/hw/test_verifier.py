@@ -5,9 +5,10 @@ import dataclasses
 import pytest
 
 from glass_jax import errors
-from glass_jax.hw import chips, memory, printer, verifier
-from glass_jax.hw import program as ir
-from glass_jax.hw.program import Allocation, Space
+from glass_jax.hw import chips, memory, verifier
+from glass_jax.hw.ir import printer
+from glass_jax.hw.ir import program as ir
+from glass_jax.hw.ir.program import Allocation, Space
 from glass_jax.hw.rules import bounds, sync
 
 CHIP = chips.get("950DT")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import ml_dtypes
 import numpy as np
 
-from glass_jax.hw import program as ir
+from glass_jax.hw.ir import program as ir
 
 _BINARY = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "pow": np.power,

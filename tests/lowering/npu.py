@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from glass_jax.hw import executor
-from glass_jax.hw import program as ir
+from glass_jax.hw.ir import program as ir
+from glass_jax.hw.model import executor
 from glass_jax.lowering.tilelang.decode import decode
 
 # The time of these tests is that of compiling many small programs.

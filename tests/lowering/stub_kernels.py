@@ -7,7 +7,7 @@ import pathlib
 import jax.numpy as jnp
 import pytest
 
-from glass_jax.hw import program as ir
+from glass_jax.hw.ir import program as ir
 from glass_jax.lowering import artifact, ascend, cache
 
 STUB = pathlib.Path(__file__).parent / "runtime_stub"

@@ -8,7 +8,7 @@ import tilelang
 import tilelang.ascend.language as T
 
 from glass_jax import errors
-from glass_jax.hw import program as ir
+from glass_jax.hw.ir import program as ir
 from glass_jax.lowering import cache
 from glass_jax.lowering.tilelang.kernels.gemm import GemmKernel
 from glass_jax.lowering.tilelang.user import user_kernel

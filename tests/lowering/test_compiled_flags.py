@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 import tilelang.ascend.language as T
 
-from glass_jax.hw import chips, ordering, sync, verifier
-from glass_jax.hw import program as ir
+from glass_jax.hw import chips, verifier
+from glass_jax.hw.ir import program as ir
+from glass_jax.hw.order import ordering, sync
 from glass_jax.lowering import artifact, cache
 from glass_jax.lowering.tilelang import user
 

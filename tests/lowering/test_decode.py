@@ -9,8 +9,8 @@ import pytest
 import tilelang.ascend.language as T
 
 from glass_jax import errors
-from glass_jax.hw import program as ir
-from glass_jax.hw import serialization
+from glass_jax.hw.ir import program as ir
+from glass_jax.hw.ir import serialization
 from glass_jax.lowering.tilelang.decode import decode
 from glass_jax.lowering.tilelang.kernels.gemm import GemmKernel
 from glass_jax.lowering.tiling import GemmTiles

@@ -15,8 +15,9 @@ from tilelang.layout import make_ascend_compact_nz_layout, make_ascend_nz_layout
 
 import glass_jax as glass
 from glass_jax import errors
-from glass_jax.hw import executor, printer
-from glass_jax.hw import program as ir
+from glass_jax.hw.ir import printer
+from glass_jax.hw.ir import program as ir
+from glass_jax.hw.model import executor
 from glass_jax.lowering.tilelang import decode
 
 N = 64

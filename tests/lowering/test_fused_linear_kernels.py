@@ -14,7 +14,7 @@ import numpy_reference as ref
 from benchmarks.shapes.fused_linear import SHAPES
 from glass_jax import errors
 from glass_jax.hw import chips, memory
-from glass_jax.hw.program import Space
+from glass_jax.hw.ir.program import Space
 from glass_jax.lowering import cache, npu_model
 from glass_jax.lowering.tilelang.kernels.linear_ln_gelu import LinearLnGeluKernel
 from glass_jax.lowering.tilelang.kernels.ln_gelu_linear import LnGeluLinearKernel

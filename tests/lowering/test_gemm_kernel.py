@@ -8,7 +8,7 @@ import pytest
 
 from glass_jax import errors
 from glass_jax.hw import chips, memory
-from glass_jax.hw.program import Space
+from glass_jax.hw.ir.program import Space
 from glass_jax.lowering import cache, tiling
 from glass_jax.lowering.tilelang.kernels.gemm import GemmKernel, alignment
 from glass_jax.lowering.tiling import GemmTiles

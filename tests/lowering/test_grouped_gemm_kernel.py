@@ -13,7 +13,7 @@ import glass_jax as glass
 from benchmarks.shapes.grouped_gemm import SHAPES
 from glass_jax import errors
 from glass_jax.hw import chips, memory
-from glass_jax.hw.program import Space
+from glass_jax.hw.ir.program import Space
 from glass_jax.lowering import cache
 from glass_jax.lowering.tilelang.kernels.grouped_gemm import GroupedGemmKernel, KGroupedGemmKernel
 from glass_jax.lowering.tiling import GemmTiles

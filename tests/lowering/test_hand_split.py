@@ -8,8 +8,9 @@ import tilelang
 import tilelang.ascend.language as T
 
 from glass_jax import errors, verification
-from glass_jax.hw import executor, serialization
-from glass_jax.hw import program as ir
+from glass_jax.hw.ir import program as ir
+from glass_jax.hw.ir import serialization
+from glass_jax.hw.model import executor
 from glass_jax.lowering.tilelang import decode, user
 from glass_jax.primitives.tilelang_call import tilelang_call
 

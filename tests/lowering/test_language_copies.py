@@ -9,7 +9,7 @@ from tilelang.layout import make_ascend_compact_nz_layout
 from tvm import tirx
 
 from glass_jax import errors
-from glass_jax.hw import program as ir
+from glass_jax.hw.ir import program as ir
 
 RNG = np.random.default_rng(2)
 IDENTITY = np.eye(64, dtype=np.float16)

@@ -7,7 +7,7 @@ import pytest
 import tilelang.ascend.language as T
 
 from glass_jax import errors
-from glass_jax.hw import serialization
+from glass_jax.hw.ir import serialization
 from glass_jax.lowering.tilelang.decode import decode
 
 RNG = np.random.default_rng(4)

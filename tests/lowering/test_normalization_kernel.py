@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from benchmarks.shapes import normalization as shapes
 from glass_jax import errors
 from glass_jax.hw import chips, memory
-from glass_jax.hw.program import Space
+from glass_jax.hw.ir.program import Space
 from glass_jax.lowering import cache
 from glass_jax.lowering.tilelang.kernels.normalization import NormalizationKernel
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tilelang.ascend.language as T
 
-from glass_jax.hw import executor
+from glass_jax.hw.model import executor
 from glass_jax.lowering.tilelang.decode import decode
 from glass_jax.lowering.tilelang.kernels.gemm import GemmKernel
 from glass_jax.lowering.tiling import GemmTiles

@@ -10,7 +10,7 @@ import glass_jax as glass
 from benchmarks.shapes.paged_attention import SHAPES
 from glass_jax import errors
 from glass_jax.hw import chips, memory
-from glass_jax.hw.program import Space
+from glass_jax.hw.ir.program import Space
 from glass_jax.lowering import cache
 from glass_jax.lowering.tilelang.kernels.paged_attention import PagedAttentionKernel, Rows
 

@@ -16,7 +16,7 @@ import scaled_gemm_reference as reference
 from benchmarks.shapes.scaled_gemm import SHAPES
 from glass_jax import errors
 from glass_jax.hw import chips, memory
-from glass_jax.hw.program import Space
+from glass_jax.hw.ir.program import Space
 from glass_jax.lowering import cache
 from glass_jax.lowering.tilelang.kernels.scaled_gemm import ScaledGemmKernel
 from glass_jax.lowering.tiling import GemmTiles

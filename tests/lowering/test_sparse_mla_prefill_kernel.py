@@ -7,7 +7,7 @@ import pytest
 import glass_jax as glass
 from benchmarks.shapes import sparse_mla_prefill as shapes
 from glass_jax.hw import chips, memory
-from glass_jax.hw.program import Space
+from glass_jax.hw.ir.program import Space
 from glass_jax.lowering import cache
 from glass_jax.lowering.tilelang.kernels.mla_decode import MlaDecodeKernel
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from glass_jax import errors
 from glass_jax.hw import chips
-from glass_jax.hw.program import Space
+from glass_jax.hw.ir.program import Space
 from glass_jax.lowering import tiling
 from glass_jax.lowering.tiling import GemmPlan, GemmProblem, GemmTiles
 

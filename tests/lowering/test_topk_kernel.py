@@ -7,7 +7,7 @@ import pytest
 from benchmarks.shapes.topk import SHAPES
 from glass_jax import errors
 from glass_jax.hw import chips, memory
-from glass_jax.hw.program import Space
+from glass_jax.hw.ir.program import Space
 from glass_jax.lowering import cache
 from glass_jax.lowering.tilelang.kernels.topk import TopkKernel
 

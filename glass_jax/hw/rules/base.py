@@ -8,11 +8,12 @@ import math
 import types
 from collections.abc import Callable, Iterator, Sequence
 
-from glass_jax.hw import intervals, ordering
 from glass_jax.hw import memory as mem
-from glass_jax.hw import program as ir
 from glass_jax.hw.chips import Chip
-from glass_jax.hw.program import Allocation
+from glass_jax.hw.ir import intervals
+from glass_jax.hw.ir import program as ir
+from glass_jax.hw.ir.program import Allocation
+from glass_jax.hw.order import ordering
 
 Findings = Iterator[tuple[str | None, str, str]]  # (loc, message, remedy) of each place that breaks a rule
 

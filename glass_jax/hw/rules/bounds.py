@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from glass_jax.hw import intervals
 from glass_jax.hw import memory as mem
-from glass_jax.hw import program as ir
+from glass_jax.hw.ir import intervals
+from glass_jax.hw.ir import program as ir
 from glass_jax.hw.rules.base import Findings, Rule, Subject
 
 _REMEDY = "Make the buffer larger, or the access smaller"

@@ -7,9 +7,9 @@ import math
 from collections.abc import Sequence
 
 from glass_jax.hw import memory as mem
-from glass_jax.hw import program as ir
 from glass_jax.hw.chips import C0_BYTES
-from glass_jax.hw.program import Space
+from glass_jax.hw.ir import program as ir
+from glass_jax.hw.ir.program import Space
 from glass_jax.hw.rules.base import Findings, Rule, Subject
 
 MAX_ROWS = 4095

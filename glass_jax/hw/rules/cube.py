@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from glass_jax.hw import memory as mem
-from glass_jax.hw import program as ir
 from glass_jax.hw.chips import C0_BYTES, CUBE_M
-from glass_jax.hw.program import Space
+from glass_jax.hw.ir import program as ir
+from glass_jax.hw.ir.program import Space
 from glass_jax.hw.rules.base import Findings, Rule, Subject
 
 MAX_EXTENT = 4095  # m, n and k of one instruction

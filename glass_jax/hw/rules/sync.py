@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from glass_jax import errors
-from glass_jax.hw import concurrency, ordering, sync, unwritten
 from glass_jax.hw import memory as mem
-from glass_jax.hw import program as ir
-from glass_jax.hw.program import Space
+from glass_jax.hw.ir import program as ir
+from glass_jax.hw.ir.program import Space
+from glass_jax.hw.model import concurrency
+from glass_jax.hw.order import ordering, sync, unwritten
+from glass_jax.hw.order.sync import Sync
 from glass_jax.hw.rules.base import Findings, Rule, Subject
-from glass_jax.hw.sync import Sync
 
 _OF_THE_CUBE = (Space.L1, Space.L0A, Space.L0B, Space.L0C)
 

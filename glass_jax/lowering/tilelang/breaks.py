@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from glass_jax.hw import program as ir
+from glass_jax.hw.ir import program as ir
 
 if TYPE_CHECKING:
     from glass_jax.lowering.tilelang.decode import Decoder

@@ -10,7 +10,7 @@ import tvm
 from tvm import tirx
 
 from glass_jax import errors
-from glass_jax.hw import program as ir
+from glass_jax.hw.ir import program as ir
 from glass_jax.lowering import artifact
 from glass_jax.lowering.tilelang import flags, memory
 from glass_jax.lowering.tilelang.decode import Decoder

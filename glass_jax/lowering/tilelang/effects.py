@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from glass_jax.hw import program as ir
+from glass_jax.hw.ir import program as ir
 
 if TYPE_CHECKING:
     from glass_jax.lowering.tilelang.decode import Decoder
@@ -13,7 +13,7 @@ ATOMICS = {"atomic_add": "add", "atomic_max": "max", "atomic_min": "min", "atomi
 RETURNING = {f"{name}_ret_elem_op" for name in ATOMICS} | {"rng_rand", "rng_rand_float"}
 
 RANDOM_STATE = "random_state"
-_RANDOM_WORDS = 9  # see glass_jax.hw.random
+_RANDOM_WORDS = 9  # see glass_jax.hw.model.random
 
 
 def returning(decoder: Decoder, name: str, expr: Any) -> ir.Load:

@@ -1,4 +1,4 @@
-"""Expressions of TileLang's front-end IR as those of ``hw.program``: one handler a node type, one name a function."""
+"""Expressions of TileLang's front-end IR as those of ``ir.program``: one handler a node type, one name a function."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tilelang  # noqa: F401 - brings tvm, which is not importable before it
 from tvm import tirx
 
 from glass_jax import errors
-from glass_jax.hw import program as ir
+from glass_jax.hw.ir import program as ir
 from glass_jax.lowering.tilelang import effects, simd
 from glass_jax.lowering.tilelang.names import op_name, short
 

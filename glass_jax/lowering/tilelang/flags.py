@@ -15,8 +15,8 @@ import tilelang  # noqa: F401 - brings tvm, which is not importable before it
 from tvm import tirx
 
 from glass_jax import errors
-from glass_jax.hw import program as ir
-from glass_jax.hw import sync
+from glass_jax.hw.ir import program as ir
+from glass_jax.hw.order import sync
 from glass_jax.lowering.tilelang import expressions
 from glass_jax.lowering.tilelang.names import op_name, short
 

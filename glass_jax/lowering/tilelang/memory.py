@@ -16,7 +16,7 @@ from tvm.ir.instrument import PassInstrument, pass_instrument
 
 from glass_jax import errors
 from glass_jax.hw import memory
-from glass_jax.hw import program as ir
+from glass_jax.hw.ir import program as ir
 from glass_jax.lowering.tilelang.names import op_name, short
 
 _SPACES = {

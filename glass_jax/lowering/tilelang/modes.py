@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from glass_jax import errors
-from glass_jax.hw import program as ir
+from glass_jax.hw.ir import program as ir
 
 _UNKNOWN = object()  # a mode that depends on which way the program went
 _TRUE = ir.Const(True, "bool")

@@ -12,7 +12,7 @@ import tilelang  # noqa: F401 - brings tvm, which is not importable before it
 from tvm import tirx
 
 from glass_jax import errors
-from glass_jax.hw import program as ir
+from glass_jax.hw.ir import program as ir
 
 if TYPE_CHECKING:
     from glass_jax.lowering.tilelang.decode import Decoder

@@ -12,7 +12,7 @@ from tilelang import ir as tl_ir
 from tvm import tirx
 
 from glass_jax import errors
-from glass_jax.hw import program as ir
+from glass_jax.hw.ir import program as ir
 from glass_jax.hw.memory import ON_CHIP
 from glass_jax.lowering.tilelang import expressions
 from glass_jax.lowering.tilelang.names import op_name, short

@@ -1,4 +1,4 @@
-"""``tl.simd`` operations of TileLang's front-end IR as registers and statements of ``hw.program``."""
+"""``tl.simd`` operations of TileLang's front-end IR as registers and statements of ``hw.ir.program``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tvm import tirx
 
 from glass_jax import errors
 from glass_jax.hw import memory
-from glass_jax.hw import program as ir
+from glass_jax.hw.ir import program as ir
 from glass_jax.lowering.tilelang import pointers
 from glass_jax.lowering.tilelang.names import op_name, short
 

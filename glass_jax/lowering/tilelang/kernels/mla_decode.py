@@ -17,7 +17,7 @@ import dataclasses
 import math
 from typing import Any
 
-from glass_jax.hw.program import Space
+from glass_jax.hw.ir.program import Space
 from glass_jax.lowering import artifact, tiling
 from glass_jax.lowering.tilelang.kernels import attention_tiles as tiles
 from glass_jax.lowering.tilelang.kernels import vectors

@@ -12,7 +12,7 @@ import dataclasses
 import math
 from typing import Any
 
-from glass_jax.hw.program import Space
+from glass_jax.hw.ir.program import Space
 from glass_jax.lowering.tilelang.kernels import attention_tiles as tiles
 from glass_jax.lowering.tilelang.kernels import vectors
 from glass_jax.lowering.tilelang.kernels.attention_tiles import COLUMNS, Room

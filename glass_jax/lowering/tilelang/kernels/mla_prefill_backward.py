@@ -14,7 +14,7 @@ import math
 from typing import Any
 
 from glass_jax import errors
-from glass_jax.hw.program import Space
+from glass_jax.hw.ir.program import Space
 from glass_jax.lowering.tilelang.kernels import attention_tiles as tiles
 from glass_jax.lowering.tilelang.kernels.attention_tiles import COLUMNS, Room
 from glass_jax.lowering.tiling import LANES

@@ -13,7 +13,7 @@ from typing import Any
 
 from glass_jax import errors
 from glass_jax.hw import chips
-from glass_jax.hw.program import Space
+from glass_jax.hw.ir.program import Space
 from glass_jax.lowering import artifact, tiling
 from glass_jax.lowering.tilelang.kernels import attention_tiles as tiles
 from glass_jax.lowering.tilelang.kernels.attention_tiles import Room

@@ -1,0 +1,246 @@
+"""The state of one block while its program is traced: memories, scalar variables, and the lanes being evaluated."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from glass_jax.errors import HardwareConstraintError, UnsupportedError
+from glass_jax.hw.ir import program as ir
+from glass_jax.hw.ir import symbolic
+from glass_jax.hw.ir.dataflow import Dataflow
+from glass_jax.hw.ir.symbolic import Linear, Symbol
+from glass_jax.hw.model import expressions, lanes, numerics
+from glass_jax.hw.model.lanes import Access, DependentLanes, Index
+from glass_jax.hw.model.storage import Memory
+
+if TYPE_CHECKING:
+    from glass_jax.hw.model.kloop import WholeProduct
+    from glass_jax.hw.model.simd.registers import Value
+    from glass_jax.hw.model.simt import Threads
+
+# Executes a statement on a machine, given the allocations whose contents are needed afterwards.
+Handler = Callable[["Machine", ir.Stmt, frozenset[str]], None]
+# Is called with a machine, a statement and what runs it, which it has to call.
+Observer = Callable[["Machine", ir.Stmt, Callable[[], None]], None]
+
+
+class Machine:
+    """A block in execution.
+
+    Attributes:
+      program: the kernel.
+      memory: contents of its memories.
+      variables: values of its scalar variables.
+      registers: values of the variables that are vector registers.
+      in_simd: whether it is in a SIMD region.
+      lanes: extents of the lanes; the first axis is the vector units taking part, further ones parallel loops.
+      active: the vector units taking part.
+      mask: lanes that execute the statement, None for all.
+      facts: upper bounds that hold here.
+      products: products of whole arrays, by the id of the loop that needs tiles of them.
+      log: accesses recorded so far, None while nobody asks.
+      repeats: whether a loop has run since the log began, so that an access in it stands for several.
+      observe: who looks on, None for nobody.
+      threads: the threads of the SIMT region around, None outside of one.
+    """
+
+    def __init__(
+        self, program: ir.Program, memory: Memory, execute: Callable[..., None], observe: Observer | None = None
+    ):
+        """``execute(machine, statements, live)`` runs a block of statements."""
+        self.program = program
+        self.memory = memory
+        self._dataflow = {everywhere: Dataflow(memory.buffers, everywhere) for everywhere in (True, False)}
+        self.variables: dict[str, Index] = {}
+        self.registers: dict[str, Value] = {}
+        self.in_simd = False
+        self.active = tuple(range(program.units))
+        self.lanes: tuple[int, ...] = (program.units,)
+        self.mask: jax.Array | np.ndarray | None = None
+        self.facts: dict = {}
+        self.products: dict[int, WholeProduct] = {}
+        self.log: list[Access] | None = None
+        self.repeats = False
+        self.threads: Threads | None = None
+        self.observe = observe
+        self._execute = execute
+        self._name_units()
+
+    def execute(self, statements: tuple[ir.Stmt, ...], live: frozenset[str]) -> None:
+        """Runs ``statements``, whose variables end with them; ``live`` are the allocations needed afterwards."""
+        with self.scope():
+            self._execute(self, statements, live)
+
+    @property
+    def dataflow(self) -> Dataflow:
+        """What statements read and write if the lanes and units of now execute them."""
+        return self._dataflow[self.mask is None and len(self.active) == self.program.units]
+
+    # --- scopes -----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Variables, lanes, mask and facts set inside end with the scope."""
+        saved = (self.variables, self.registers, self.in_simd, self.active, self.lanes, self.mask, self.facts)
+        self.variables, self.registers, self.facts = dict(self.variables), dict(self.registers), dict(self.facts)
+        try:
+            yield
+        finally:
+            self.variables, self.registers, self.in_simd, self.active, self.lanes, self.mask, self.facts = saved
+
+    @contextlib.contextmanager
+    def unit(self, unit: int) -> Iterator[None]:
+        """Only vector unit ``unit`` takes part; variables have the values that it has."""
+        with self.scope():
+            count, number = len(self.active), self.active.index(unit)
+            self.variables = {name: _of_unit(value, count, number) for name, value in self.variables.items()}
+            self.mask = None if self.mask is None else _of_unit(self.mask, count, number)
+            self.active, self.lanes = (unit,), (1, *self.lanes[1:])
+            self._name_units()
+            yield
+
+    def restrict(self, condition: jax.Array) -> None:
+        """Only lanes in which ``condition`` holds execute what follows in this scope."""
+        self.mask = condition if self.mask is None else self.mask & condition
+
+    def add_lanes(self, loops: Mapping[str, int]) -> None:
+        """Appends a lane axis for each variable, which takes the values 0 to the extent less 1."""
+        self.lanes += tuple(loops.values())
+        rank = len(self.lanes)
+        if self.mask is not None:
+            self.mask = self.mask.reshape(self.mask.shape + (1,) * (rank - self.mask.ndim))
+        for axis, (name, extent) in enumerate(loops.items(), rank - len(loops)):
+            shape = [extent if axis == other else 1 for other in range(rank)]
+            self.variables[name] = Linear(np.arange(extent).reshape(shape))
+
+    @contextlib.contextmanager
+    def private(self, storages: Iterable[str], lanes: tuple[int, ...]) -> Iterator[None]:
+        """Gives every lane of ``lanes`` its own copy of each allocation; afterwards the last lane's stays."""
+        memory, saved = self.memory, self.memory.private
+        leads = {name: memory.lead(name) for name in storages}
+        inherited = {name: memory.arrays.pop(name) for name in leads if name in memory.arrays}
+        memory.private = saved | dict.fromkeys(leads, lanes)
+        for name, contents in inherited.items():
+            if name not in saved:  # else it is written before it is read
+                memory.put(name, _spread(contents, len(leads[name]), lanes))
+        try:
+            yield
+        finally:
+            memory.private = saved
+        for name, lead in leads.items():
+            contents = memory.get(name, lanes)
+            last = contents[(slice(None), *(-1,) * (len(lanes) - 1))]  # of each vector unit
+            memory.put(name, _spread(last, 1, lead) if lead else last[-1])
+
+    def _name_units(self) -> None:
+        if self.program.unit is not None:
+            units = np.array(self.active).reshape(-1, *[1] * (len(self.lanes) - 1))
+            self.variables[self.program.unit.name] = Linear(units if len(self.active) > 1 else self.active[0])
+
+    # --- values -----------------------------------------------------------------------------------------------------
+
+    def bind(self, var: ir.Var, value: ir.Expr) -> None:
+        """Gives ``var`` the value of an expression."""
+        self.variables[var.name] = expressions.index(self, value)
+
+    def bind_symbol(self, name: str, value: jax.Array | int, low: float, high: float) -> Symbol:
+        """Gives a variable a traced value between ``low`` and ``high``; an int is taken as known."""
+        symbol = symbolic.fresh(value, low, high)
+        self.variables[name] = Linear(value) if isinstance(value, int) else Linear.of(symbol)
+        return symbol
+
+    def scalar(self, expr: int | ir.Expr) -> Linear | None:
+        """An integer expression if it is the same in every lane, else None."""
+        found = expressions.index(self, expr)
+        if isinstance(found, Linear) and found.pattern.size == 1:
+            return Linear(found.pattern.reshape(()), found.terms)
+        return None
+
+    def constant(self, expr: int | ir.Expr, what: str) -> int:
+        """The value of an expression that must be known when the program is traced."""
+        found = self.scalar(expr)
+        if found is None or found.static is None:
+            raise UnsupportedError(f"the NPU model does not run {what} that is known only at run time yet")
+        return found.static
+
+    def varying(self, what: str) -> Exception:
+        """What to raise where ``what`` is not the same in all lanes: lanes of a parallel loop can run one by one."""
+        if len(self.lanes) > 1:
+            return DependentLanes(what)
+        return UnsupportedError(f"the NPU model does not run {what} differs between vector units yet")
+
+    # --- elements ---------------------------------------------------------------------------------------------------
+
+    def load(self, buffer: str, indices: Iterable[ir.Expr]) -> jax.Array:
+        """``buffer[indices]`` in every lane: rank 0, or the lanes' rank."""
+        place = self.place(buffer, indices)
+        self.record(buffer, False, place, self.lanes[0])
+        dtype = numerics.dtype(self.memory.buffers[buffer].dtype)
+        bits = lanes.take(self.memory.view(buffer), place, numerics.poison(dtype), self.lanes, self.facts)
+        return numerics.from_bits(bits, dtype)
+
+    def store(self, buffer: str, indices: Iterable[ir.Expr], value: jax.Array) -> None:
+        """``buffer[indices] = value`` in every lane of the mask."""
+        place, mask, units = self.place(buffer, indices), self.mask, self.lanes[0]
+        if units > 1 and not self.memory.lead(buffer) and not any(_varies(index, 0) for index in place):
+            # Both units write one element: the second one's value stays.
+            value, mask, units = _last(value), None if mask is None else _last(mask), 1
+        self.record(buffer, True, place, units)
+        bits, contents = numerics.to_bits(value), self.memory.view(buffer)
+        last_wins = self.log is None  # while accesses are recorded, lanes that meet run one after the other
+        self.memory.put_view(buffer, lanes.put(contents, place, bits, mask, self.lanes, self.facts, last_wins))
+
+    def place(self, buffer: str, indices: Iterable[ir.Expr]) -> list[Index]:
+        """Indices of an element in a memory's array: the leading axes, then the buffer's own."""
+        lead = self.lead_indices(buffer)
+        place = [*lead, *(expressions.index(self, index) for index in indices)]
+        rank, shape = len(place) - len(lead), self.memory.buffers[buffer].shape
+        if rank != len(shape):
+            raise HardwareConstraintError(f"{buffer!r} of shape {shape} is indexed with {rank} indices")
+        return place
+
+    def lead_indices(self, buffer: str) -> list[Index]:
+        """Indices along the leading axes of a memory's array: each lane's own part of it."""
+        found: list[Index] = []
+        for axis, extent in enumerate(self.memory.lead(buffer)):
+            numbers = np.array(self.active) if axis == 0 else np.arange(extent)
+            shape = [-1 if axis == other else 1 for other in range(len(self.lanes))]
+            found.append(Linear(numbers.reshape(shape) if len(numbers) > 1 else numbers[0]))
+        return found
+
+    def record(self, buffer: str, write: bool, place: list[Index], units: int, kind: str | None = None) -> None:
+        """Notes an access, if somebody asks; ``kind`` is how an atomic joins, if nobody asks what was there before."""
+        if self.log is not None:
+            lanes_taking_part = (units, *self.lanes[1:])
+            storage = self.memory.storage(buffer)
+            self.log.append(Access(storage, buffer, write, tuple(place), lanes_taking_part, kind))
+
+
+def _of_unit(value: Index, count: int, number: int) -> Index:
+    """The part of a value, one of ``count`` along its first axis or the same in all of them, that a unit has."""
+    if isinstance(value, Linear):
+        return Linear(_of_unit(value.pattern, count, number), value.terms)
+    return value[number : number + 1] if count > 1 and value.ndim and value.shape[0] == count else value
+
+
+def _spread(contents: jax.Array, axes: int, lanes: tuple[int, ...]) -> jax.Array:
+    """Contents with ``axes`` leading axes, none or that of the vector units, for each lane."""
+    own = contents.shape[axes:]
+    units = contents.shape[:axes] or (1,)
+    return jnp.broadcast_to(contents.reshape(*units, *[1] * (len(lanes) - 1), *own), lanes + own)
+
+
+def _varies(index: Index, axis: int) -> bool:
+    pattern = index.pattern if isinstance(index, Linear) else index
+    return pattern.ndim > axis and pattern.shape[axis] > 1
+
+
+def _last(value: jax.Array) -> jax.Array:
+    """The value of the last vector unit."""
+    return value[-1:] if np.ndim(value) else jnp.asarray(value)

@@ -1,0 +1,1 @@
+"""What happens before what: pipes, flags and barriers, followed without data."""
