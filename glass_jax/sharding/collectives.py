@@ -21,7 +21,7 @@ from jax.typing import ArrayLike, DTypeLike
 from glass_jax import errors
 from glass_jax.sharding import checks, cost, primitive, simulated
 from glass_jax.sharding.execute import AxisName
-from glass_jax.sharding.linear import Collective, collective_p
+from glass_jax.sharding.linear import CollectiveProgram, collective_p
 
 
 def all_reduce(
@@ -158,7 +158,7 @@ def prepare(
     root: int = 0,
     dst: tuple[int, ...] | None = None,
     invariant: bool = False,
-) -> Collective:
+) -> CollectiveProgram:
     """The program of a collective of arrays like ``x``, after the checks that all collectives have in common."""
     over = primitive.over(axis_name, collective)
     checks.algorithm(collective, algorithm)
@@ -168,7 +168,7 @@ def prepare(
         choice = cost.choose(collective, x.size * x.dtype.itemsize, over.ranks)
         algorithm, levels = choice.algorithm, choice.topology.grid(over.ranks)
     mesh = simulated.current()
-    program = Collective(
+    program = CollectiveProgram(
         name=collective,
         algorithm=algorithm,
         over=over,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
@@ -11,70 +10,14 @@ import numpy as np
 from jax import lax
 from jax.interpreters import ad
 
-from glass_jax.sharding import algorithms, profiler
+from glass_jax.sharding import profiler
+from glass_jax.sharding.collective import Collective, sources
 from glass_jax.sharding.execute import Ranks, execute
-from glass_jax.sharding.primitive import Over, ranked
-from glass_jax.sharding.schedule import Chunks, Phase, Schedule, Transfer, everywhere
-from glass_jax.sharding.simulated import SimulatedMesh
-
-TRANSPOSES = {
-    "all_reduce": "all_reduce",
-    "broadcast": "reduce",
-    "reduce": "broadcast",
-    "all_gather": "reduce_scatter",
-    "reduce_scatter": "all_gather",
-    "all_to_all": "all_to_all",
-    "send_recv": "send_recv",
-}
+from glass_jax.sharding.primitive import ranked
 
 
-@dataclasses.dataclass(frozen=True)
-class Collective:
-    """A collective of one array: the program of a rank, and all that is static about it.
-
-    reduce_scatter and all_to_all take, and all_gather and all_to_all return, a first dimension of P blocks, one a rank.
-
-    Attributes:
-      name: a key of ``TRANSPOSES``. A reduce gives zeros on every rank but the root.
-      algorithm: one of the collective's, or ``"xla"``.
-      over: the ranks.
-      accumulate: name of the dtype that sums are formed in.
-      root: of a broadcast or reduce.
-      dst: of a send_recv, the destination of each rank, -1 where none.
-      levels: of ``"hierarchical"``.
-      invariant: whether the result's type says that it is equal on all ranks.
-      mesh: the simulated mesh that it runs on, if it does.
-    """
-
-    name: str
-    algorithm: str
-    over: Over
-    accumulate: str
-    root: int = 0
-    dst: tuple[int, ...] | None = None
-    levels: tuple[int, ...] | None = None
-    invariant: bool = False
-    mesh: SimulatedMesh | None = None
-
-    def result(self, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        """Shape and dtype of a rank's result."""
-        shapes = {"all_gather": (self.over.ranks, *x.shape), "reduce_scatter": x.shape[1:]}
-        return jax.ShapeDtypeStruct(shapes.get(self.name, x.shape), x.dtype)
-
-    def transposed(self) -> Collective:
-        """The transposed linear map, as a collective whose result varies over the axes."""
-        dst = None if self.dst is None else tuple(_sources(np.asarray(self.dst)).tolist())
-        return dataclasses.replace(self, name=TRANSPOSES[self.name], dst=dst, invariant=False)
-
-    def schedule(self) -> Schedule | None:
-        """The schedule; None if it is JAX's own collective."""
-        if self.name == "send_recv":
-            whole = Chunks((everywhere(1, self.over.ranks),))
-            phases = (Phase((Transfer(np.asarray(self.dst), whole, whole),)),)
-            return Schedule("send_recv", self.algorithm, self.over.ranks, 1, phases, whole, whole)
-        if self.algorithm == "xla":
-            return None
-        return algorithms.build(self.name, self.algorithm, self.over.ranks, root=self.root, levels=self.levels)
+class CollectiveProgram(Collective):
+    """A collective as a program that every rank runs."""
 
     def marked(self, x: jax.Array, *, simulated: tuple[str | None, ...]) -> tuple[jax.Array]:
         """The operand of all simulated ranks, by way of a mark for the profiler if there is one."""
@@ -93,7 +36,7 @@ class Collective:
             return jnp.zeros_like(x, shape=shape)
         if self.name == "send_recv":
             dst = np.asarray(self.dst)
-            receives = jnp.asarray(_sources(dst) >= 0)[ranks.index()]
+            receives = jnp.asarray(sources(dst) >= 0)[ranks.index()]
             return jnp.where(receives, ranks.permute(x, dst), jnp.zeros_like(x))
         result = self._by_xla(x, ranks) if self.algorithm == "xla" else self._by_schedule(x, ranks)
         result = result.reshape(shape)
@@ -134,17 +77,10 @@ class Collective:
         return total(x)
 
 
-def _sources(dst: np.ndarray) -> np.ndarray:
-    """The source of each rank, -1 where none, from the destination of each."""
-    sources = np.full(len(dst), -1, dst.dtype)
-    sources[dst[dst >= 0]] = np.flatnonzero(dst >= 0)
-    return sources
-
-
 collective_p = ranked("glass_collective")
 
 
-def _transpose(ct, x, *, program: Collective, simulated: tuple[str | None, ...]):
+def _transpose(ct, x, *, program: CollectiveProgram, simulated: tuple[str | None, ...]):
     if isinstance(ct, ad.Zero):
         return (ad.Zero(x.aval),)
     if not program.invariant:

@@ -24,7 +24,7 @@ from jax.typing import ArrayLike
 from glass_jax import errors
 from glass_jax.sharding import checks, collectives, primitive
 from glass_jax.sharding.execute import AxisName, Ranks
-from glass_jax.sharding.linear import Collective, collective_p
+from glass_jax.sharding.linear import CollectiveProgram, collective_p
 from glass_jax.sharding.primitive import Over
 
 Gemm = Callable[[jax.Array, jax.Array], jax.Array]
@@ -276,7 +276,7 @@ def all_reduce_buckets(
 
 def _buckets(
     leaves: list[jax.Array], axis_name: AxisName, bucket_bytes: int, algorithm: str
-) -> list[tuple[list[int], Collective]]:
+) -> list[tuple[list[int], CollectiveProgram]]:
     """Indices of the leaves of each bucket, and the all-reduce of it."""
     buckets: list[list[int]] = []
     filling: dict[jnp.dtype, tuple[list[int], int]] = {}
@@ -298,7 +298,7 @@ def _buckets(
     ]
 
 
-def _reduced(leaves: list[jax.Array], buckets: list[tuple[list[int], Collective]]) -> list[jax.Array]:
+def _reduced(leaves: list[jax.Array], buckets: list[tuple[list[int], CollectiveProgram]]) -> list[jax.Array]:
     results = list(leaves)
     for bucket, program in buckets:
         flat = jnp.concatenate([leaves[index].ravel() for index in bucket])

@@ -16,7 +16,7 @@ import math
 import os
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +26,7 @@ from jax.experimental import io_callback
 
 from glass_jax import errors, text
 from glass_jax.sharding import report, simulate
-
-if TYPE_CHECKING:
-    from glass_jax.sharding.linear import Collective
+from glass_jax.sharding.collective import Collective
 
 MEASURED = "measured"
 _SHOWN = 16  # ranks of a collective, and links, that a table lists
