@@ -83,10 +83,9 @@ def _chips() -> str:
 
 
 def _cache() -> str:
-    folder = cache.cache_dir()
-    files = list(folder.glob("*.json")) if folder.is_dir() else []
+    files = cache.files()
     total = sum(file.stat().st_size for file in files)
-    return table([("folder", str(folder)), ("kernels", str(len(files))), ("size", _size(total))], indent=2)
+    return table([("folder", str(cache.cache_dir())), ("kernels", str(len(files))), ("size", _size(total))], indent=2)
 
 
 def _devices() -> str:

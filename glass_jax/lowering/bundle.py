@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.metadata
 import importlib.resources
 import json
@@ -10,11 +11,14 @@ import os
 import pathlib
 import tempfile
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 from jax import export as jax_export
+from jax.extend import mlir as jax_mlir
+from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 
 from glass_jax import config, errors
@@ -40,7 +44,8 @@ def export(
     nothing else: not on the time, the machine, the folder or line of the source, or the state of the kernel cache.
 
     Args:
-      fn: the function; one that is already jitted keeps its options.
+      fn: the function; one that is already jitted keeps its options. An argument that it donates shares its buffer with
+        a result of its shape and dtype: a cache or an optimizer's state is in the NPU's memory once.
       *args: its arguments, arrays or ``jax.ShapeDtypeStruct``, sharded or not; shapes, dtypes and shardings count.
       path: the folder to write. A bundle that is there already is replaced as a whole; anything else is refused.
       platforms: what to lower for, of ``"ascend"``, ``"cpu"``, ``"cuda"``, ``"rocm"`` and ``"tpu"``. With ``"cpu"``
@@ -51,7 +56,8 @@ def export(
 
     Raises:
       HardwareConstraintError: ``platforms`` names an unknown platform, or none.
-      UnsupportedError: the function calls back into Python, or a kernel's operands are sharded over Auto mesh axes.
+      UnsupportedError: the function calls back into Python, or a kernel's operands are sharded over Auto mesh axes, or
+        it donates arguments and ``platforms`` has others beside ``"ascend"``.
       OutOfOnChipMemoryError: a kernel's buffers do not fit the configured chip.
       GlassError: ``path`` exists and is not a bundle.
     """
@@ -116,7 +122,18 @@ def lower(fn: Callable[..., Any], args: tuple[Any, ...], platforms: Sequence[str
     checks = [jax_export.DisabledSafetyCheck.custom_call(ascend.TARGET)]
     try:
         with _without_source_locations():
-            return jax_export.export(function, platforms=tuple(platforms), disabled_checks=checks)(*args)
+            donated = [info.donated for info in jax.tree.leaves(function.trace(*args).args_info)]
+            donates = any(donated) and ascend.PLATFORM in platforms
+            if donates and len(platforms) > 1:
+                raise errors.UnsupportedError(
+                    f"the function donates arguments, which one module cannot say for {platforms=} at once: export "
+                    "a bundle for each platform, or without donate_argnums"
+                )
+            with warnings.catch_warnings():
+                if donates:  # JAX's list of platforms that take donations is closed, so it leaves them out and says so
+                    warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+                exported = jax_export.export(function, platforms=tuple(platforms), disabled_checks=checks)(*args)
+            return _with_donations(exported, donated) if donates else exported
     except NotImplementedError as error:
         if "host_callbacks" not in str(error):
             raise
@@ -124,6 +141,44 @@ def lower(fn: Callable[..., Any], args: tuple[Any, ...], platforms: Sequence[str
             "the function cannot be exported, because it calls back into Python, which a bundle does not hold: remove "
             "jax.debug.print, jax.pure_callback, custom_partitioning and the like, or put them outside the function"
         ) from error
+
+
+def _with_donations(exported: jax_export.Exported, donated: Sequence[bool]) -> jax_export.Exported:
+    """``exported`` with the attributes by which XLA shares buffers of donated arguments with results.
+
+    On one device each argument names its result (``tf.aliasing_output``); on several, where XLA decides how results are
+    sharded, it is offered (``jax.buffer_donor``). Both are what JAX writes for its own platforms.
+    """
+    with mlir.make_ir_context():
+        module = mlir.ir.Module.parse(exported.mlir_module())
+        main = next(op for op in module.body.operations if op.attributes["sym_name"].value == "main")
+        given = main.attributes["arg_attrs"] if "arg_attrs" in main.attributes else [()] * len(main.arguments)
+        attributes = [{named.name: named.attr for named in attribute} for attribute in given]
+        free = {index: (aval.shape, aval.dtype) for index, aval in enumerate(exported.out_avals)}
+        for position, argument in enumerate(exported.module_kept_var_idx):
+            if not donated[argument]:
+                continue
+            aval = exported.in_avals[argument]
+            result = next((index for index, kind in free.items() if kind == (aval.shape, aval.dtype)), None)
+            if exported.nr_devices > 1:
+                attributes[position]["jax.buffer_donor"] = mlir.ir.BoolAttr.get(True)
+            elif result is not None:
+                del free[result]
+                number = mlir.ir.IntegerAttr.get(mlir.ir.IntegerType.get_signless(32), result)
+                attributes[position]["tf.aliasing_output"] = number
+            else:
+                warnings.warn(
+                    f"argument {argument} is donated, and no result that is left has its type {aval.str_short()}: its "
+                    "buffer is not used again",
+                    stacklevel=4,
+                )
+        main.attributes["arg_attrs"] = mlir.ir.ArrayAttr.get([mlir.ir.DictAttr.get(a) for a in attributes])
+        version = stablehlo.get_version_from_compatibility_requirement(
+            stablehlo.StablehloCompatibilityRequirement.WEEK_4
+        )
+        shardy = jax.config.jax_use_shardy_partitioner
+        serialized = jax_mlir.serialize_portable_artifact(module, version, shardy)
+    return dataclasses.replace(exported, mlir_module_serialized=serialized)
 
 
 def _custom_calls(module: mlir.ir.Module) -> list[mlir.ir.Operation]:

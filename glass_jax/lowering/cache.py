@@ -17,6 +17,7 @@ import tempfile
 import textwrap
 import threading
 import time
+import warnings
 
 from glass_jax import config, errors
 from glass_jax.hw import chips, memory
@@ -34,6 +35,7 @@ _MAKERS = (
     pathlib.Path(serialization.__file__),
     *sorted((_HERE / "tilelang").glob("*.py")),
 )
+_SUFFIX = ".kernel"  # a line with the sha256 of the rest, then the artifact as JSON
 
 
 class _Entry:
@@ -99,45 +101,36 @@ def find(sha: str) -> Artifact:
 
 def _load_or_make(kernel: Kernel, chip: chips.Chip) -> tuple[Artifact, str]:
     """The artifact, and in words where it comes from."""
-    versions = _compiler_versions()
-    parts = (kernel.fingerprint(chip.name), chip.name, _makers_digest(), json.dumps(versions, sort_keys=True))
+    parts = (kernel.fingerprint(chip.name), chip.name, _makers_digest())
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
-    path = cache_dir() / f"{key}.json"
-    origin = "cache miss, compiled"
-    try:
-        artifact = from_json(path.read_text())
-        if artifact.key == key:
+    for path in _candidates(key):
+        artifact = _read(path, key)
+        if artifact is not None:
             return artifact, "cache hit, read"
-        origin = f"cache file {path} is of another kernel, compiled again"
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        origin = f"cache file {path} cannot be used ({type(error).__name__}: {error}), compiled again"
     try:
         from glass_jax.lowering.tilelang import compile as compiler
     except ImportError as error:
         raise errors.MissingDependencyError(_missing(kernel, error)) from error
+    versions = _compiler_versions()
     artifact = compiler.compile(kernel, chip.name, key, chip.arch, versions)
-    _write(path, to_json(artifact))
-    return artifact, origin
+    _write(_path(key, versions), artifact)
+    return artifact, "cache miss, compiled"
 
 
 def _missing(kernel: Kernel, error: ImportError) -> str:
     return (
-        f"kernel {kernel.name} must be compiled, and TileLang cannot be imported ({error}): "
-        "pip install 'glass_jax[tilelang]', or use implementation='xla'"
+        f"kernel {kernel.name} is not in the cache {cache_dir()}, and TileLang, which compiles it, cannot be imported "
+        f"({error}): pip install 'glass_jax[tilelang]', or use implementation='xla'"
     )
 
 
 @functools.cache
-def _compiler_versions() -> dict[str, str]:
+def _compiler_versions() -> dict[str, str] | None:
+    """Versions of the compilers, None where they are not installed: cached kernels run all the same."""
     try:
         return {name: importlib.metadata.version(name) for name in _COMPILERS}
-    except importlib.metadata.PackageNotFoundError as error:
-        raise errors.MissingDependencyError(
-            f"kernels for the NPU and its model are compiled by TileLang, and {error.name} is not installed: "
-            "pip install 'glass_jax[tilelang]', or use implementation='xla'"
-        ) from error
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 @functools.cache
@@ -168,8 +161,50 @@ def cache_dir() -> pathlib.Path:
     return pathlib.Path(home) / "glass_jax"
 
 
-def _write(path: pathlib.Path, text: str) -> None:
-    """Writes ``text`` so that a reader sees all of it or nothing. A folder that cannot be written costs only time."""
+def files() -> list[pathlib.Path]:
+    """The files of the cache, one a kernel and version of the compilers."""
+    folder = cache_dir()
+    return sorted(folder.glob(f"*{_SUFFIX}")) if folder.is_dir() else []
+
+
+def _path(key: str, versions: dict[str, str]) -> pathlib.Path:
+    made_by = hashlib.sha256(json.dumps(versions, sort_keys=True).encode()).hexdigest()
+    return cache_dir() / f"{key}.{made_by[:16]}{_SUFFIX}"
+
+
+def _candidates(key: str) -> list[pathlib.Path]:
+    """Files that may hold the artifact: that of the compilers installed, or where none are, any, the newest first."""
+    versions = _compiler_versions()
+    if versions is not None:
+        return [_path(key, versions)]
+    found = cache_dir().glob(f"{key}.*{_SUFFIX}")
+    return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
+
+
+def _read(path: pathlib.Path, key: str) -> Artifact | None:
+    """The artifact in a file, None if there is no such file or it does not hold what was written, which is said."""
+    try:
+        digest, _, body = path.read_text().partition("\n")
+        if digest != hashlib.sha256(body.encode()).hexdigest():
+            raise ValueError("its digest is not that of its contents")
+        artifact = from_json(body)
+        if artifact.key != key:
+            raise ValueError(f"it holds the kernel of key {artifact.key}")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        warnings.warn(
+            f"the cached kernel {path} cannot be used, so it is compiled again ({type(error).__name__}: {error})",
+            stacklevel=2,
+        )
+        return None
+    return artifact
+
+
+def _write(path: pathlib.Path, artifact: Artifact) -> None:
+    """Writes a file so that a reader sees all of it or nothing. A folder that cannot be written costs only time."""
+    body = to_json(artifact)
+    text = f"{hashlib.sha256(body.encode()).hexdigest()}\n{body}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:

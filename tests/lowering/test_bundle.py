@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -116,6 +117,46 @@ def test_options_of_a_jitted_function_are_kept(tmp_path):
     path = glass.export(jitted, VECTOR, 4, path=tmp_path / "bundle", platforms=["cpu"])
     assert [leaf["path"] for leaf in manifest(path)["function"]["inputs"]] == ["args[0]"]
     assert "tf.aliasing_output" in reloaded(path).mlir_module()
+
+
+def arguments_of_main(path: pathlib.Path) -> list[str]:
+    """The text of each argument of the module's function: its type and attributes."""
+    (main,) = re.findall(r"@main\((.*)\) -> ", reloaded(path).mlir_module())
+    return re.split(r", (?=%arg)", main)
+
+
+def test_donated_arguments_share_buffers_with_results(tmp_path):
+    """The first is never used, the second has the type of the second result, the third of none."""
+    step = jax.jit(lambda unused, cache, x, y: (y.sum() + x.sum(), cache * 2 + y), donate_argnums=(0, 1, 2))
+    other = jax.ShapeDtypeStruct((3,), jnp.float32)
+    with pytest.warns(UserWarning, match=r"argument 2 is donated, .* float32\[3\]"):
+        path = glass.export(step, VECTOR, VECTOR, other, VECTOR, path=tmp_path / "bundle")
+    cache, x, y = arguments_of_main(path)
+    assert "tf.aliasing_output = 1 : i32" in cache
+    assert not any("aliasing" in text or "donor" in text for text in (x, y))
+
+
+def test_two_donated_arguments_take_two_results(tmp_path):
+    step = jax.jit(lambda a, b, c: (b + 1, a + c), donate_argnums=(0, 1, 2))
+    with pytest.warns(UserWarning, match="argument 2 is donated"):
+        path = glass.export(step, VECTOR, VECTOR, VECTOR, path=tmp_path / "bundle")
+    a, b, c = arguments_of_main(path)
+    assert "tf.aliasing_output = 0" in a and "tf.aliasing_output = 1" in b and "aliasing" not in c
+
+
+def test_donated_shards_are_offered(tmp_path):
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    sharded = jax.ShapeDtypeStruct((16,), jnp.float32, sharding=jax.NamedSharding(mesh, jax.P("d")))
+    step = jax.jit(lambda cache, x: cache + x, donate_argnums=0)
+    path = glass.export(step, sharded, sharded, path=tmp_path / "bundle")
+    cache, x = arguments_of_main(path)
+    assert "jax.buffer_donor = true" in cache and "sdy.sharding" in cache and "donor" not in x
+
+
+def test_donation_to_several_platforms_is_refused(tmp_path):
+    step = jax.jit(lambda x: x + 1, donate_argnums=0)
+    with pytest.raises(errors.UnsupportedError, match="a bundle for each platform"):
+        glass.export(step, VECTOR, path=tmp_path / "bundle", platforms=["cpu", "ascend"])
 
 
 def test_sharded_arguments(tmp_path):
