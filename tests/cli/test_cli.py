@@ -61,7 +61,7 @@ def run(capsys, *args, command=cli.main):
 
 def test_doctor(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("GLASS_CACHE_DIR", str(tmp_path))
-    (tmp_path / "a.json").write_bytes(b"x" * 2048)
+    (tmp_path / "a.kernel").write_bytes(b"x" * 2048)
     code, out, _ = run(capsys, "doctor")
     assert code == 0
     for title in ("Versions", "Chips", "Kernel cache", "JAX devices", "Configuration"):
