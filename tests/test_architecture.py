@@ -1,9 +1,12 @@
 """Rules of the architecture that an import or a line of text would break."""
 
+import importlib
 import pathlib
 import re
 import subprocess
 import sys
+
+import pytest
 
 import build_file
 import glass_jax
@@ -16,34 +19,10 @@ LIBRARY = [module for module in MODULES if module.startswith("glass_jax/")]
 LAYERS = ("errors", "text", "hw", "config", "lowering", "primitives", "sharding")
 
 COMPILER = {"tilelang", "tvm", "torch"}
-PUBLIC = {
-    "configure",
-    "debug",
-    "errors",
-    "export",
-    "fuse",
-    "gemm",
-    "grouped_gemm",
-    "layer_norm",
-    "linear_ln_gelu",
-    "ln_gelu_linear",
-    "masked_grouped_gemm",
-    "mla_decode",
-    "mla_prefill",
-    "moe_gate",
-    "mqa_logits",
-    "nn",
-    "paged_attention",
-    "quantize",
-    "rms_norm",
-    "scaled_gemm",
-    "sharding",
-    "sparse_mla_prefill",
-    "swiglu",
-    "tilelang_call",
-    "topk",
-    "verify",
-}
+# The public names: module, name and document of each line.
+PUBLIC = re.findall(
+    r"^from (\S+) import (\w+) as \2  # (docs/\S+)$", (ROOT / "glass_jax/__init__.pyi").read_text(), re.MULTILINE
+)
 
 
 def layer(module: str) -> int:
@@ -89,5 +68,18 @@ def test_importing_the_library_loads_no_compiler():
 
 
 def test_public_names():
-    assert set(glass_jax.__all__) == PUBLIC
-    assert not [name for name in PUBLIC if not hasattr(glass_jax, name)]
+    lines = (ROOT / "glass_jax/__init__.pyi").read_text().splitlines()
+    assert len([line for line in lines if line and not line.startswith("#")]) == len(PUBLIC), "a line reads otherwise"
+    names = [name for _, name, _ in PUBLIC]
+    assert sorted(names) == sorted(glass_jax.__all__) and len(set(names)) == len(names)
+    assert set(names) <= set(dir(glass_jax))
+    with pytest.raises(AttributeError, match="'glass_jax' has no attribute 'gem'"):
+        _ = glass_jax.gem
+
+
+@pytest.mark.parametrize(("module", "name", "document"), PUBLIC, ids=[name for _, name, _ in PUBLIC])
+def test_a_public_name_is_what_its_line_says(module, name, document):
+    public = getattr(glass_jax, name)
+    assert public is getattr(importlib.import_module(module), name) and public.__doc__
+    assert getattr(public, "__module__", module) == module  # not passed on by another module
+    assert re.search(rf"`{name}`|\bglass\.{name}\b", (ROOT / document).read_text()), f"not in {document}"
