@@ -10,7 +10,8 @@ import synced as s
 
 from glass_jax import errors
 from glass_jax.hw.ir import program as ir
-from glass_jax.hw.model import concurrency, executor
+from glass_jax.hw.model import executor
+from glass_jax.hw.order import sync
 
 
 def run(case):
@@ -172,7 +173,7 @@ def test_a_value_that_changes_is_not_carried_over_a_flag():
 
 
 def test_concurrent_kernels_are_told_from_others():
-    assert concurrency.is_concurrent(s.mixed_product().program)
-    assert concurrency.is_concurrent(s.exchange().program)
-    assert not concurrency.is_concurrent(s.vector_flags(2).program)
-    assert not concurrency.is_concurrent(s.scheduled_product().program)
+    assert sync.is_concurrent(s.mixed_product().program)
+    assert sync.is_concurrent(s.exchange().program)
+    assert not sync.is_concurrent(s.vector_flags(2).program)
+    assert not sync.is_concurrent(s.scheduled_product().program)

@@ -10,8 +10,8 @@ from glass_jax import errors
 from glass_jax.hw import chips, verifier
 from glass_jax.hw.ir import program as ir
 from glass_jax.hw.ir.program import Allocation
-from glass_jax.hw.model import concurrency, executor
-from glass_jax.hw.order import ordering
+from glass_jax.hw.model import executor
+from glass_jax.hw.order import ordering, pieces
 from glass_jax.hw.rules import bounds, sync
 
 CHIP = chips.get("950DT")
@@ -218,5 +218,5 @@ def test_deadlock_names_every_waiting_pipe():
     for part in ("cube, pipe FIX", "cube, pipe MTE2", "vector unit 0, pipe V", "vector unit 1, pipe V", "k.py:7"):
         assert any(part in wait for wait in waits)
     with pytest.raises(errors.DeadlockError, match="vector unit 0"):
-        concurrency.check_order(program, 1)
+        pieces.check_order(program, 1)
     assert ordering.check(program).waits == waits

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +13,11 @@ from glass_jax.hw.ir import program as ir
 from glass_jax.hw.ir import symbolic
 from glass_jax.hw.ir.program import Space
 from glass_jax.hw.ir.symbolic import Linear
-from glass_jax.hw.model import expressions, kloop, vector
+from glass_jax.hw.model.evaluation import expressions
+from glass_jax.hw.model.evaluation.machine import Handler, Machine
 from glass_jax.hw.model.simd import regions
-
-if TYPE_CHECKING:
-    from glass_jax.hw.model.machine import Handler, Machine
+from glass_jax.hw.model.tiles import kloop
+from glass_jax.hw.model.vector import parallel
 
 Arrays = dict[str, jax.Array]
 
@@ -39,15 +38,15 @@ def run_grid(machine: Machine, blocks: int) -> None:
 
 def run_for(machine: Machine, loop: ir.For, live: frozenset[str]) -> None:
     """Runs a loop: parallel ones in one go, K loops of a matrix product as one product, others as loops."""
-    extent = machine.scalar(loop.extent)
-    if extent is None or machine.scalar(loop.start) is None:
+    extent = expressions.scalar(machine, loop.extent)
+    if extent is None or expressions.scalar(machine, loop.start) is None:
         _run_uneven(machine, loop, live)
         return
     if extent.static == 0:
         return
     if extent.static is not None:
         in_order = regions.run_at_once if machine.in_simd else kloop.run_k_loop
-        at_once = vector.run_parallel if loop.kind == "parallel" else in_order
+        at_once = parallel.run_parallel if loop.kind == "parallel" else in_order
         watched = machine.observe is not None and at_once is kloop.run_k_loop
         if not watched and at_once(machine, loop, extent.static, live):
             return
@@ -56,7 +55,7 @@ def run_for(machine: Machine, loop: ir.For, live: frozenset[str]) -> None:
 
 def run_serial(machine: Machine, loop: ir.For, extent: Linear, live: frozenset[str]) -> None:
     """Runs a loop one iteration after the other."""
-    start = machine.scalar(loop.start)
+    start = expressions.scalar(machine, loop.start)
     trips, lets, guard, body = extent, (), None, loop.body
     guarded = _guarded_trips(machine, loop, extent)
     if guarded is not None:
@@ -69,7 +68,7 @@ def run_serial(machine: Machine, loop: ir.For, extent: Linear, live: frozenset[s
         machine.bind_symbol(loop.var.name, number, 0, highest)
         machine.variables[loop.var.name] += start
         for let in lets:
-            machine.bind(let.var, let.value)
+            expressions.bind(machine, let.var, let.value)
         if guard is not None:
             assume(machine, guard.condition)
         machine.execute(body, live | needed)
@@ -173,7 +172,7 @@ def _guarded_trips(machine: Machine, loop: ir.For, extent: Linear) -> Linear | N
     with machine.scope():
         k = machine.bind_symbol(loop.var.name, np.int32(0), 0, extent.static - 1)
         for let in lets:
-            machine.bind(let.var, let.value)
+            expressions.bind(machine, let.var, let.value)
         excess = _excess(machine, guard.condition)
     if excess is None:
         return None
@@ -191,7 +190,7 @@ def _excess(machine: Machine, condition: ir.Expr) -> Linear | None:
         return None
     if condition.lhs.dtype not in ("int32", "int64"):
         return None
-    lhs, rhs = machine.scalar(condition.lhs), machine.scalar(condition.rhs)
+    lhs, rhs = expressions.scalar(machine, condition.lhs), expressions.scalar(machine, condition.rhs)
     if lhs is None or rhs is None:
         return None
     difference = lhs - rhs if condition.op in ("lt", "le") else rhs - lhs

@@ -20,12 +20,16 @@ from glass_jax.errors import GlassError, HardwareConstraintError, UnsupportedErr
 from glass_jax.hw.ir import program as ir
 from glass_jax.hw.ir.symbolic import Linear
 from glass_jax.hw.ir.varying import Varying
-from glass_jax.hw.model import concurrency, control, copies, cube, expressions, numerics, ops, simt
-from glass_jax.hw.model.lanes import DependentLanes
-from glass_jax.hw.model.machine import Handler, Machine, Observer
+from glass_jax.hw.model import concurrency, control, ops
+from glass_jax.hw.model.evaluation import expressions
+from glass_jax.hw.model.evaluation.machine import Handler, Machine, Observer
 from glass_jax.hw.model.simd import regions
-from glass_jax.hw.model.storage import PER_UNIT, Memory, varying_axes
-from glass_jax.hw.order import ordering
+from glass_jax.hw.model.tiles import copies, cube
+from glass_jax.hw.model.values import numerics
+from glass_jax.hw.model.values.lanes import DependentLanes
+from glass_jax.hw.model.values.storage import PER_UNIT, Memory, varying_axes
+from glass_jax.hw.model.vector import simt
+from glass_jax.hw.order import ordering, sync
 
 _HANDLERS: dict[type, Handler] = {
     ir.For: control.run_for,
@@ -107,8 +111,8 @@ def _launch(
     machine = Machine(program, memory, _execute, observe)
     machine.variables.update({name: Linear(size) for name, size in dimensions.items()})
     ordering.check_progress(program)
-    grid = concurrency if concurrency.is_concurrent(program) else control
-    grid.run_grid(machine, machine.constant(program.blocks, "a grid with a number of blocks"))
+    grid = concurrency if sync.is_concurrent(program) else control
+    grid.run_grid(machine, expressions.constant(machine, program.blocks, "a grid with a number of blocks"))
     return {name: memory.view(name) for name in program.params}
 
 
@@ -195,7 +199,7 @@ def _run_statement(machine: Machine, stmt: ir.Stmt, live: frozenset[str]) -> Non
     if on_tiles and not own and len(machine.lanes) > 1:
         raise DependentLanes
     if machine.threads is not None:
-        machine.threads.run(machine, stmt, live, handler)
+        simt.run_in_threads(machine, stmt, live, handler)
     else:
         handler(machine, stmt, live)
 

@@ -18,8 +18,9 @@ from glass_jax.hw.ir import program as ir
 from glass_jax.hw.ir.intervals import Interval
 from glass_jax.hw.ir.program import Space
 from glass_jax.hw.ir.symbolic import Linear
-from glass_jax.hw.model import executor, numerics
-from glass_jax.hw.model.machine import Machine
+from glass_jax.hw.model import executor
+from glass_jax.hw.model.evaluation.machine import Machine
+from glass_jax.hw.model.values import numerics
 from glass_jax.hw.order import pipes, unwritten
 from glass_jax.hw.order.unrolling import REGIONS
 

@@ -8,87 +8,22 @@ advance costs (``glass_jax.hw.model.concurrency``), which is taken whenever ther
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from glass_jax.hw.ir import program as ir
-from glass_jax.hw.model import control, expressions, numerics
+from glass_jax.hw.model import control
+from glass_jax.hw.model.evaluation import expressions
+from glass_jax.hw.model.evaluation.machine import Machine
+from glass_jax.hw.model.values import numerics
 from glass_jax.hw.order import sync
+from glass_jax.hw.order.steps import Step, flatten
 from glass_jax.hw.order.sync import Core
 
-if TYPE_CHECKING:
-    from glass_jax.hw.model.machine import Machine
-
 State = dict[str, dict[str, jax.Array] | jax.Array]
-Bindings = tuple[ir.For | ir.Let, ...]
-
-
-@dataclasses.dataclass(eq=False)
-class _Step:
-    """What a core does before it goes on to the next step, or to ``target``.
-
-    Attributes:
-      kind: ``piece``, ``sync``, ``enter`` (a loop), ``test`` (whether it goes on), ``next`` (iteration), ``if`` (a
-        branch or a while loop) or ``skip``.
-      bindings: the loops and Lets around it.
-      stmt: the loop, branch or operation.
-      statements: of a piece.
-      target: number of the step to go to: if a test or condition fails, or in any case for ``next`` and ``skip``.
-    """
-
-    kind: str
-    bindings: Bindings
-    stmt: ir.Stmt | None = None
-    statements: tuple[ir.Stmt, ...] = ()
-    target: int = 0
-
-
-def _flatten(statements: tuple[ir.Stmt, ...], bindings: Bindings, steps: list[_Step]) -> None:
-    """Appends the steps of ``statements``."""
-    pending: list[ir.Stmt] = []
-    outer = bindings
-
-    def flush() -> None:
-        if any(not isinstance(stmt, ir.Let) for stmt in pending):
-            steps.append(_Step("piece", outer, statements=tuple(pending)))
-        pending.clear()
-
-    for stmt in statements:
-        if not sync.has((stmt,), sync.CROSS_CORE):
-            pending.append(stmt)
-            bindings = (*bindings, stmt) if isinstance(stmt, ir.Let) else bindings
-            continue
-        flush()
-        outer = bindings
-        if isinstance(stmt, ir.Op):
-            steps.append(_Step("sync", bindings, stmt))
-        elif isinstance(stmt, ir.If):
-            branch = _Step("if", bindings, stmt)
-            steps.append(branch)
-            _flatten(stmt.then, bindings, steps)
-            skip = _Step("skip", bindings)
-            steps.append(skip)
-            branch.target = len(steps)
-            _flatten(stmt.orelse, bindings, steps)
-            skip.target = len(steps)
-        elif isinstance(stmt, ir.For):
-            test = _Step("test", bindings, stmt)
-            steps.extend((_Step("enter", bindings, stmt), test))
-            _flatten(stmt.body, (*bindings, stmt), steps)
-            steps.append(_Step("next", bindings, stmt, target=steps.index(test)))
-            test.target = len(steps)
-        else:
-            test = _Step("if", bindings, stmt)
-            steps.append(test)
-            _flatten(stmt.body, bindings, steps)
-            steps.append(_Step("skip", bindings, target=steps.index(test)))
-            test.target = len(steps)
-    flush()
 
 
 def run_grid(machine: Machine, blocks: int, parts: Mapping[str, tuple[ir.Stmt, ...]]) -> None:
@@ -113,13 +48,11 @@ class _Block:
         self._machine = machine
         self._written = sorted(written)
         self._cores: list[Core] = []
-        self._steps: list[list[_Step]] = []
+        self._steps: list[list[Step]] = []
         for kind, body in sorted(parts.items()):
             for unit in range(machine.program.units if kind == "vector" else 1):
-                steps: list[_Step] = []
-                _flatten(body, (), steps)
                 self._cores.append(Core(0, kind, unit))
-                self._steps.append(steps)
+                self._steps.append(flatten(body))
 
     def run(self) -> None:
         """Runs the block to its end, or until no core goes on."""
@@ -171,14 +104,14 @@ class _Block:
 
         return take
 
-    def _bind(self, step: _Step, loops: Mapping[str, jax.Array]) -> None:
+    def _bind(self, step: Step, loops: Mapping[str, jax.Array]) -> None:
         for stmt in step.bindings:
             if isinstance(stmt, ir.For):
                 self._machine.bind_symbol(stmt.var.name, loops[stmt.var.name], 0, float("inf"))
             else:
-                self._machine.bind(stmt.var, stmt.value)
+                expressions.bind(self._machine, stmt.var, stmt.value)
 
-    def _do(self, step: _Step, number: int, state: State, position: int) -> jax.Array | int:
+    def _do(self, step: Step, number: int, state: State, position: int) -> jax.Array | int:
         """Does a step; returns the number of the step that is next."""
         machine, following = self._machine, position + 1
         if step.kind == "piece":

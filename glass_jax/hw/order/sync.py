@@ -111,6 +111,11 @@ def meets(program: ir.Program) -> bool:
     return any(parse(op).mode == ALL_CORES for op in ops)
 
 
+def is_concurrent(program: ir.Program) -> bool:
+    """Whether statements of a kernel run at the same time in a way that the result may depend on."""
+    return is_split(program) or meets(program)
+
+
 # --- cores ----------------------------------------------------------------------------------------------------------
 
 

@@ -8,8 +8,7 @@ from glass_jax import errors
 from glass_jax.hw import memory as mem
 from glass_jax.hw.ir import program as ir
 from glass_jax.hw.ir.program import Space
-from glass_jax.hw.model import concurrency
-from glass_jax.hw.order import ordering, sync, unwritten
+from glass_jax.hw.order import ordering, pieces, sync, unwritten
 from glass_jax.hw.order.sync import Sync
 from glass_jax.hw.rules.base import Findings, Rule, Subject
 
@@ -122,7 +121,7 @@ def _deadlocks(subject: Subject) -> Findings:
     blocks = mem.static(subject.program.blocks)
     if not subject.program.manual and sync.meets(subject.program) and blocks is not None:
         try:
-            concurrency.check_order(subject.program, blocks)
+            pieces.check_order(subject.program, blocks)
         except errors.DeadlockError as error:
             text = "nobody sets what these wait for, so that the kernel never ends: " + "; ".join(error.waits)
             yield error.loc, text, "Set each flag as often as it is waited for"

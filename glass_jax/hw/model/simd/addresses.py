@@ -7,7 +7,6 @@ lanes, the flat memory is reshaped so that the access is a box of it: a slice, n
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +16,12 @@ from glass_jax.errors import HardwareConstraintError
 from glass_jax.hw.ir import program as ir
 from glass_jax.hw.ir import symbolic
 from glass_jax.hw.ir.symbolic import Facts, Linear
-from glass_jax.hw.model import expressions, lanes, numerics
-from glass_jax.hw.model.lanes import Access, Index
-from glass_jax.hw.model.simd.registers import Array
-from glass_jax.hw.model.storage import physical_shape
-
-if TYPE_CHECKING:
-    from glass_jax.hw.model.machine import Machine
+from glass_jax.hw.model.evaluation import elements, expressions
+from glass_jax.hw.model.evaluation.machine import Machine
+from glass_jax.hw.model.values import lanes, numerics
+from glass_jax.hw.model.values.lanes import Access, Index
+from glass_jax.hw.model.values.registers import Array
+from glass_jax.hw.model.values.storage import physical_shape
 
 
 def read(machine: Machine, address: ir.Address, dtype: np.dtype, pattern: np.ndarray | jax.Array) -> jax.Array:
@@ -127,7 +125,10 @@ def _place(
         traced = first.traced() if isinstance(first, Linear) else first
         index = jnp.asarray(_behind(traced, len(own)) if np.ndim(traced) else traced) + pattern
         index = _ranked(index, len(extents))
-    lead = [Linear(_behind(x.pattern, len(own))) if x.pattern.ndim else x for x in machine.lead_indices(address.buffer)]
+    lead = [
+        Linear(_behind(x.pattern, len(own))) if x.pattern.ndim else x
+        for x in elements.lead_indices(machine, address.buffer)
+    ]
     return [*lead, index], extents
 
 

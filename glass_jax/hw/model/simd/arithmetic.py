@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from glass_jax.hw.model import numerics
-from glass_jax.hw.model.simd.registers import Array, Operation, Predicate, zeroed
-from glass_jax.hw.model.storage import reinterpret
+from glass_jax.hw.model.values import numerics
+from glass_jax.hw.model.values.registers import Array, Operation, Predicate, zeroed
+from glass_jax.hw.model.values.storage import reinterpret
 
 _SMALLEST_NORMAL = float(jnp.finfo(jnp.float32).smallest_normal)
 _SUBNORMAL_SCALE = -149  # a float32 subnormal is its bits times 2**-149

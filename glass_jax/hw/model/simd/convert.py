@@ -11,8 +11,8 @@ from jax import lax
 
 from glass_jax.errors import UnsupportedError
 from glass_jax.hw.ir import program as ir
-from glass_jax.hw.model import numerics
-from glass_jax.hw.model.simd.registers import Array, Operation, spread, zeroed
+from glass_jax.hw.model.values import numerics
+from glass_jax.hw.model.values.registers import Array, Operation, spread, zeroed
 
 _PARTS = {"EVEN": 0, "ODD": 1, "P0": 0, "P1": 1, "P2": 2, "P3": 3}
 _HALF_EVEN, _HALF_AWAY = lax.RoundingMethod.TO_NEAREST_EVEN, lax.RoundingMethod.AWAY_FROM_ZERO

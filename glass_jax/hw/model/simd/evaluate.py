@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from glass_jax.errors import UnsupportedError
 from glass_jax.hw.ir import program as ir
-from glass_jax.hw.model import expressions
+from glass_jax.hw.model.evaluation import expressions
+from glass_jax.hw.model.evaluation.machine import Machine
 from glass_jax.hw.model.simd import arithmetic, convert, loads, permute, predicates, reduce
-from glass_jax.hw.model.simd.registers import Array, Operation, Value, aligned, layout
-
-if TYPE_CHECKING:
-    from glass_jax.hw.model.machine import Machine
+from glass_jax.hw.model.values.registers import Array, Operation, Value, aligned, layout
 
 _FUNCTIONS: dict[str, Callable[[Operation], Value]] = (
     arithmetic.OPERATIONS | predicates.OPERATIONS | permute.OPERATIONS | reduce.OPERATIONS

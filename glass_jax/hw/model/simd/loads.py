@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 import numpy as np
 
 from glass_jax.errors import UnsupportedError
 from glass_jax.hw.ir import program as ir
-from glass_jax.hw.model import numerics
+from glass_jax.hw.model.evaluation.machine import Machine
 from glass_jax.hw.model.simd import addresses
-from glass_jax.hw.model.simd.registers import (
+from glass_jax.hw.model.values import numerics
+from glass_jax.hw.model.values.registers import (
     BLOCK_BYTES,
     REGISTER_BYTES,
     Array,
@@ -23,10 +23,7 @@ from glass_jax.hw.model.simd.registers import (
     spread,
     zeroed,
 )
-from glass_jax.hw.model.storage import reinterpret
-
-if TYPE_CHECKING:
-    from glass_jax.hw.model.machine import Machine
+from glass_jax.hw.model.values.storage import reinterpret
 
 _BLOCKS = REGISTER_BYTES // BLOCK_BYTES
 

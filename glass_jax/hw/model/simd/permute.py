@@ -7,9 +7,9 @@ from collections.abc import Callable
 import jax.numpy as jnp
 import numpy as np
 
-from glass_jax.hw.model import numerics
-from glass_jax.hw.model.simd.registers import Array, Operation, Value, alike, zeroed
-from glass_jax.hw.model.storage import reinterpret
+from glass_jax.hw.model.values import numerics
+from glass_jax.hw.model.values.registers import Array, Operation, Value, alike, zeroed
+from glass_jax.hw.model.values.storage import reinterpret
 
 
 def _broadcast(operation: Operation) -> Array:

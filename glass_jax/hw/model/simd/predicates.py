@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from glass_jax.errors import UnsupportedError
-from glass_jax.hw.model import numerics
-from glass_jax.hw.model.simd.registers import REGISTER_BYTES, Array, Operation, Predicate, alike, spread
+from glass_jax.hw.model.values import numerics
+from glass_jax.hw.model.values.registers import REGISTER_BYTES, Array, Operation, Predicate, alike, spread
 
 # Which of n elements a pattern selects, besides the first few ("VL8").
 _PATTERNS: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import jax.numpy as jnp
 import numpy as np
 
-from glass_jax.hw.model.simd.registers import BLOCK_BYTES, REGISTER_BYTES, Array, Operation, fill_up, zeroed
-from glass_jax.hw.model.storage import reinterpret
+from glass_jax.hw.model.values.registers import BLOCK_BYTES, REGISTER_BYTES, Array, Operation, fill_up, zeroed
+from glass_jax.hw.model.values.storage import reinterpret
 
 _BINS = 128  # of a histogram register
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from glass_jax.hw.ir import program as ir
 from glass_jax.hw.ir.program import Space
-from glass_jax.hw.model import vector
+from glass_jax.hw.model.evaluation import expressions
+from glass_jax.hw.model.evaluation.machine import Machine
 from glass_jax.hw.model.simd import evaluate, stores
-
-if TYPE_CHECKING:
-    from glass_jax.hw.model.machine import Machine
+from glass_jax.hw.model.vector import parallel
 
 # What an iteration may keep to itself: registers and scalar variables.
 _PRIVATE = frozenset({Space.FRAGMENT, Space.SCALAR})
@@ -28,7 +25,7 @@ def run_let(machine: Machine, let: ir.Let, live: frozenset[str]) -> None:
     if evaluate.is_register(let.value):
         machine.registers[let.var.name] = evaluate.value(machine, let.value)
     else:
-        machine.bind(let.var, let.value)
+        expressions.bind(machine, let.var, let.value)
 
 
 def run_store(machine: Machine, store: ir.Store, live: frozenset[str]) -> None:
@@ -36,7 +33,7 @@ def run_store(machine: Machine, store: ir.Store, live: frozenset[str]) -> None:
     if evaluate.is_register(store.value):
         stores.store_register(machine, store)
     else:
-        vector.run_store(machine, store, live)
+        parallel.run_store(machine, store, live)
 
 
 def run_at_once(machine: Machine, loop: ir.For, extent: int, live: frozenset[str]) -> bool:
@@ -47,4 +44,4 @@ def run_at_once(machine: Machine, loop: ir.For, extent: int, live: frozenset[str
     carried = machine.dataflow.live_before(loop.body, frozenset()) & machine.dataflow.writes(loop.body)
     if any(machine.memory.space(name) in _PRIVATE for name in carried):
         return False  # an accumulator
-    return vector.run_parallel(machine, loop, extent, live)
+    return parallel.run_parallel(machine, loop, extent, live)

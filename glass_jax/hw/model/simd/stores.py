@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import jax.numpy as jnp
 import numpy as np
 
 from glass_jax.errors import HardwareConstraintError, UnsupportedError
 from glass_jax.hw.ir import program as ir
-from glass_jax.hw.model.machine import Handler
+from glass_jax.hw.model.evaluation import expressions
+from glass_jax.hw.model.evaluation.machine import Handler, Machine
 from glass_jax.hw.model.simd import addresses, convert, evaluate, loads, reduce
-from glass_jax.hw.model.simd.registers import BLOCK_BYTES, REGISTER_BYTES, Array, Predicate
-from glass_jax.hw.model.storage import reinterpret
-
-if TYPE_CHECKING:
-    from glass_jax.hw.model.machine import Machine
+from glass_jax.hw.model.values.registers import BLOCK_BYTES, REGISTER_BYTES, Array, Predicate
+from glass_jax.hw.model.values.storage import reinterpret
 
 _BLOCKS = REGISTER_BYTES // BLOCK_BYTES
 
@@ -46,7 +42,7 @@ def _store_blocks(machine: Machine, op: ir.Op, live: frozenset[str]) -> None:
     x, mask = evaluate.value(machine, source), evaluate.value(machine, mask)
     size = x.dtype.itemsize
     block = BLOCK_BYTES // size
-    apart = (machine.constant(stride, "a store of blocks with a stride") >> 16 & 0xFFFF) * block
+    apart = (expressions.constant(machine, stride, "a store of blocks with a stride") >> 16 & 0xFFFF) * block
     if not apart:
         raise HardwareConstraintError(
             "vsstb writes its eight blocks to one place: the upper half of its stride, their distance in blocks, is 0"

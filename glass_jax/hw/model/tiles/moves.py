@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import jax
 import numpy as np
 from jax import lax
@@ -12,17 +10,16 @@ from glass_jax.errors import HardwareConstraintError
 from glass_jax.hw.ir import program as ir
 from glass_jax.hw.ir import symbolic
 from glass_jax.hw.ir.symbolic import Linear
-from glass_jax.hw.model import numerics
-
-if TYPE_CHECKING:
-    from glass_jax.hw.model.machine import Machine
+from glass_jax.hw.model.evaluation import expressions
+from glass_jax.hw.model.evaluation.machine import Machine
+from glass_jax.hw.model.values import numerics
 
 
 def run_move(machine: Machine, op: ir.Op, live: frozenset[str]) -> None:
     """Copies ``count`` pieces of ``nbytes`` each, from the source's address to the target's and so many bytes on."""
     target, source, to_distance, from_distance = op.args
     places = [_address(machine, region) for region in (target, source)]
-    distances = [machine.scalar(distance) for distance in (to_distance, from_distance)]
+    distances = [expressions.scalar(machine, distance) for distance in (to_distance, from_distance)]
     if None in (*places, *distances) and len(machine.active) > 1:
         for unit in machine.active:
             with machine.unit(unit):
@@ -50,7 +47,7 @@ def _address(machine: Machine, region: ir.Region) -> Linear | None:
     shape = machine.memory.buffers[region.buffer].shape
     place = Linear(0)
     for axis, start in enumerate(region.starts):
-        found = machine.scalar(start)
+        found = expressions.scalar(machine, start)
         if found is None:
             return None
         place = place + found.scaled(int(np.prod(shape[axis + 1 :], dtype=np.int64)))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -15,17 +14,17 @@ from glass_jax.errors import UnsupportedError
 from glass_jax.hw.ir import program as ir
 from glass_jax.hw.ir import symbolic
 from glass_jax.hw.ir.symbolic import Linear
-from glass_jax.hw.model import numerics, warps
-
-if TYPE_CHECKING:
-    from glass_jax.hw.model.machine import Machine
+from glass_jax.hw.model.evaluation import elements, warps
+from glass_jax.hw.model.evaluation.machine import Machine
+from glass_jax.hw.model.values import numerics
+from glass_jax.hw.model.values.lanes import Index
 
 COMPARISONS = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})
 
 Array = jax.Array | np.ndarray
 
 
-def index(machine: Machine, expr: int | ir.Expr) -> Linear | jax.Array:
+def index(machine: Machine, expr: int | ir.Expr) -> Index:
     """An expression as a linear form if it is an integer that has one, else as an array of rank 0 or the lanes' rank.
 
     A scalar integer without a linear form becomes a symbol of its own.
@@ -39,6 +38,32 @@ def index(machine: Machine, expr: int | ir.Expr) -> Linear | jax.Array:
     if np.size(result) == 1 and jnp.issubdtype(result.dtype, jnp.integer):
         return _opaque(result)
     return result
+
+
+def indices(machine: Machine, exprs: Iterable[int | ir.Expr]) -> list[Index]:
+    """Several expressions as :func:`index` gives them."""
+    return [index(machine, expr) for expr in exprs]
+
+
+def scalar(machine: Machine, expr: int | ir.Expr) -> Linear | None:
+    """An integer expression if it is the same in every lane, else None."""
+    found = index(machine, expr)
+    if isinstance(found, Linear) and found.pattern.size == 1:
+        return Linear(found.pattern.reshape(()), found.terms)
+    return None
+
+
+def constant(machine: Machine, expr: int | ir.Expr, what: str) -> int:
+    """The value of an expression that must be known when the program is traced."""
+    found = scalar(machine, expr)
+    if found is None or found.static is None:
+        raise UnsupportedError(f"the NPU model does not run {what} that is known only at run time yet")
+    return found.static
+
+
+def bind(machine: Machine, var: ir.Var, expr: ir.Expr) -> None:
+    """Gives ``var`` the value of an expression."""
+    machine.variables[var.name] = index(machine, expr)
 
 
 def value(machine: Machine, expr: ir.Expr) -> Array:
@@ -55,7 +80,7 @@ def value(machine: Machine, expr: ir.Expr) -> Array:
     if isinstance(expr, ir.Var):
         return _variable(machine, expr, dtype)
     if isinstance(expr, ir.Load):
-        return machine.load(expr.buffer, expr.indices)
+        return elements.load(machine, expr.buffer, indices(machine, expr.indices))
     if isinstance(expr, ir.Binary):
         return _binary(machine, expr, dtype)
     if isinstance(expr, ir.Cast):

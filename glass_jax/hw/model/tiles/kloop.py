@@ -13,7 +13,6 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence, Set
-from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -23,11 +22,12 @@ from glass_jax.hw.ir import program as ir
 from glass_jax.hw.ir.dataflow import is_whole
 from glass_jax.hw.ir.program import Space
 from glass_jax.hw.ir.symbolic import Linear, Symbol
-from glass_jax.hw.model import copies, cube, numerics
-from glass_jax.hw.model.storage import read_tile
-
-if TYPE_CHECKING:
-    from glass_jax.hw.model.machine import Machine
+from glass_jax.hw.model.evaluation import expressions
+from glass_jax.hw.model.evaluation.machine import Machine
+from glass_jax.hw.model.tiles import copies, cube
+from glass_jax.hw.model.values import numerics
+from glass_jax.hw.model.values.products import Pairing, WholeProduct
+from glass_jax.hw.model.values.storage import read_tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,36 +57,6 @@ class _Operand:
     contracted: int
 
 
-@dataclasses.dataclass(frozen=True)
-class _Pairing:
-    """How two whole arrays are multiplied; each field for a and for b.
-
-    Attributes:
-      contracted: the dimension that is summed over.
-      batch: dimensions of a and of b that go together.
-      free: the other dimensions.
-    """
-
-    contracted: tuple[int, int]
-    batch: cube.Axes
-    free: cube.Axes
-
-    def of_product(self, a: Sequence[Any], b: Sequence[Any]) -> tuple[Any, ...]:
-        """What the dimensions of the product have, given what those of a and b have.
-
-        The product has the paired dimensions, then the free ones of a, then the free ones of b.
-        """
-        return (*(a[d] for d in (*self.batch[0], *self.free[0])), *(b[d] for d in self.free[1]))
-
-
-@dataclasses.dataclass(frozen=True)
-class WholeProduct:
-    """The product of the whole arrays of which a K loop multiplies tiles."""
-
-    value: jax.Array
-    pairing: _Pairing
-
-
 def run_k_loop(machine: Machine, loop: ir.For, extent: int, live: frozenset[str]) -> bool:
     """Runs a K loop as one product, if ``loop`` is one and nobody needs its operand tiles afterwards.
 
@@ -100,7 +70,7 @@ def run_k_loop(machine: Machine, loop: ir.For, extent: int, live: frozenset[str]
         k = machine.bind_symbol(loop.var.name, np.int32(0), 0, extent - 1)
         for stmt in loop.body:
             if isinstance(stmt, ir.Let):
-                machine.bind(stmt.var, stmt.value)
+                expressions.bind(machine, stmt.var, stmt.value)
         a = _operand(machine, stages.a, gemm.a, k, extent, 0 if gemm.transpose_a else 1)
         b = _operand(machine, stages.b, gemm.b, k, extent, 1 if gemm.transpose_b else 0)
     if a is None or b is None:
@@ -140,7 +110,7 @@ def _operand(machine: Machine, copy: ir.Copy, region: ir.Region, k: Symbol, step
     source, target = machine.memory.buffers[copy.src.buffer], machine.memory.buffers[copy.dst.buffer]
     if source.space != Space.GM or not (is_whole(copy.dst, target) and is_whole(region, target)):
         return None
-    found = [machine.scalar(extent) for extent in copy.src.extents]
+    found = [expressions.scalar(machine, extent) for extent in copy.src.extents]
     if any(extent is None or extent.static is None for extent in found):
         return None
     extents = tuple(extent.static for extent in found)
@@ -152,7 +122,7 @@ def _operand(machine: Machine, copy: ir.Copy, region: ir.Region, k: Symbol, step
     contracted = matrix[1 - axis if transposed else axis]
     starts = []
     for dimension, start in enumerate(copy.src.starts):
-        found = machine.scalar(start)
+        found = expressions.scalar(machine, start)
         factor, rest = (0, None) if found is None else found.split(k)
         if rest is None or rest.born >= k.born or factor != (extents[dimension] if dimension == contracted else 0):
             return None
@@ -243,7 +213,7 @@ def _depends(expr: ir.Expr, loaded: frozenset[str]) -> bool:
     return _mentions(expr, loaded) or any(isinstance(e, ir.Load) for e in ir.subexpressions(expr))
 
 
-def _pairing(loop: ir.For, stages: _Stages, shapes: Sequence[tuple[int, ...]]) -> _Pairing | None:
+def _pairing(loop: ir.For, stages: _Stages, shapes: Sequence[tuple[int, ...]]) -> Pairing | None:
     """How the arrays of a K loop are multiplied, as far as its text tells; None if it tells that they are not."""
     inside = {loop.var.name}
     for stmt in loop.body:
@@ -267,14 +237,14 @@ def _pairing(loop: ir.For, stages: _Stages, shapes: Sequence[tuple[int, ...]]) -
         tuple(d for d in range(len(a.starts)) if d != k_a and d not in batch[0]),
         tuple(d for d in range(len(b.starts)) if d != k_b and d not in batch[1]),
     )
-    return _Pairing((k_a, k_b), batch, free)
+    return Pairing((k_a, k_b), batch, free)
 
 
 def _mentions(expr: ir.Expr, names: Set[str]) -> bool:
     return any(isinstance(e, ir.Var) and e.name in names for e in ir.subexpressions(expr))
 
 
-def _multiply(machine: Machine, stages: _Stages, pairing: _Pairing) -> WholeProduct:
+def _multiply(machine: Machine, stages: _Stages, pairing: Pairing) -> WholeProduct:
     """Computes a whole product; without free dimensions of size 1, for which XLA would lay it out in another order."""
     fetches = (stages.a, stages.b)
     views = [machine.memory.view(copy.src.buffer) for copy in fetches]

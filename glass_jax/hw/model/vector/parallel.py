@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import jax.numpy as jnp
 
 from glass_jax.hw.ir import program as ir
 from glass_jax.hw.ir import symbolic
 from glass_jax.hw.ir.program import Space
-from glass_jax.hw.model import expressions, numerics
-from glass_jax.hw.model.lanes import Access, DependentLanes, check_independent
-
-if TYPE_CHECKING:
-    from glass_jax.hw.model.machine import Machine
+from glass_jax.hw.model.evaluation import elements, expressions
+from glass_jax.hw.model.evaluation.machine import Machine
+from glass_jax.hw.model.values import numerics
+from glass_jax.hw.model.values.lanes import Access, DependentLanes, check_independent
 
 
 def run_store(machine: Machine, store: ir.Store, live: frozenset[str]) -> None:
     """Stores one element in every lane."""
     dtype = numerics.dtype(machine.memory.buffers[store.buffer].dtype)
     value = numerics.convert(jnp.asarray(expressions.value(machine, store.value)), dtype)
-    machine.store(store.buffer, store.indices, value)
+    elements.store(machine, store.buffer, expressions.indices(machine, store.indices), value)
 
 
 def run_parallel(machine: Machine, loop: ir.For, extent: int, live: frozenset[str]) -> bool:
@@ -29,7 +26,7 @@ def run_parallel(machine: Machine, loop: ir.For, extent: int, live: frozenset[st
     Returns whether it did; if not, nothing has changed.
     """
     loops, body = _nest(loop, extent)
-    start = machine.scalar(loop.start)
+    start = expressions.scalar(machine, loop.start)
     if start is None:
         return False
     outer_log, outer_repeats, arrays = machine.log, machine.repeats, dict(machine.memory.arrays)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +14,11 @@ from glass_jax.hw.ir import program as ir
 from glass_jax.hw.ir.dataflow import is_whole
 from glass_jax.hw.ir.program import Space
 from glass_jax.hw.ir.symbolic import Linear
-from glass_jax.hw.model import expressions, numerics
-from glass_jax.hw.model.joining import JOINS
-from glass_jax.hw.model.storage import read_tile, valid, write_tile
-
-if TYPE_CHECKING:
-    from glass_jax.hw.model.machine import Machine
+from glass_jax.hw.model.evaluation import expressions
+from glass_jax.hw.model.evaluation.machine import Machine
+from glass_jax.hw.model.values import numerics
+from glass_jax.hw.model.values.joining import JOINS
+from glass_jax.hw.model.values.storage import read_tile, valid, write_tile
 
 # Attributes of a copy that say how to move it, not what arrives.
 HINTS = frozenset({"coalesced_width", "l2_cache_ctrl", "unit_flag_ctrl"})
@@ -75,7 +73,7 @@ def _bounded(machine: Machine, copy: ir.Copy) -> tuple[ir.Copy, dict[int, Linear
 
     An extent that is known only when the kernel runs is replaced by the largest that it may have.
     """
-    found = [[machine.scalar(extent) for extent in region.extents] for region in (copy.src, copy.dst)]
+    found = [[expressions.scalar(machine, extent) for extent in region.extents] for region in (copy.src, copy.dst)]
     if all(extent is not None and extent.static is not None for side in found for extent in side):
         return copy, {}
     sizes = [machine.memory.buffers[region.buffer].shape for region in (copy.src, copy.dst)]
@@ -130,7 +128,7 @@ def _padded(
         mask = jax.lax.pad(mask[..., :length], np.asarray(False), [*edges, (0, count, 0)])
         mask = mask.at[..., length:].set(mask[..., :1])
     extents = (*copy.dst.extents[:-1], length + count)
-    start = machine.scalar(copy.dst.starts[-1])
+    start = expressions.scalar(machine, copy.dst.starts[-1])
     if start.static is not None and start.static + length + count > dst.shape[-1]:
         raise HardwareConstraintError(
             f"rows of {length} elements are padded to {length + count}, and {dst.name!r} has room for "
@@ -141,14 +139,17 @@ def _padded(
 
 def _row_inside(machine: Machine, region: ir.Region) -> int | None:
     """How much of a row lies before the end of the array, if that is known now."""
-    start = machine.scalar(region.starts[-1])
+    start = expressions.scalar(machine, region.starts[-1])
     size = machine.memory.buffers[region.buffer].shape[-1]
     return None if start is None or start.static is None else max(size - start.static, 0)
 
 
 def extents(machine: Machine, region: ir.Region) -> tuple[int, ...]:
     """Extents of a region, which must be known when the program is traced."""
-    return tuple(machine.constant(extent, f"a region of {region.buffer!r} with an extent") for extent in region.extents)
+    return tuple(
+        expressions.constant(machine, extent, f"a region of {region.buffer!r} with an extent")
+        for extent in region.extents
+    )
 
 
 def read_region(machine: Machine, region: ir.Region) -> jax.Array:
@@ -194,7 +195,7 @@ def _starts(machine: Machine, region: ir.Region) -> list[Linear] | None:
     shape = machine.memory.buffers[region.buffer].shape
     if len(region.starts) != len(shape):
         raise HardwareConstraintError(f"a region of rank {len(region.starts)} on {region.buffer!r} of shape {shape}")
-    starts = [machine.scalar(start) for start in region.starts]
+    starts = [expressions.scalar(machine, start) for start in region.starts]
     return None if None in starts else starts
 
 

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from glass_jax.errors import HardwareConstraintError, UnsupportedError
+from glass_jax.errors import UnsupportedError
 from glass_jax.hw.ir import program as ir
 from glass_jax.hw.ir import symbolic
 from glass_jax.hw.ir.dataflow import Dataflow
 from glass_jax.hw.ir.symbolic import Linear, Symbol
-from glass_jax.hw.model import expressions, lanes, numerics
-from glass_jax.hw.model.lanes import Access, DependentLanes, Index
-from glass_jax.hw.model.storage import Memory
-
-if TYPE_CHECKING:
-    from glass_jax.hw.model.kloop import WholeProduct
-    from glass_jax.hw.model.simd.registers import Value
-    from glass_jax.hw.model.simt import Threads
+from glass_jax.hw.model.evaluation.threads import Threads
+from glass_jax.hw.model.values.lanes import Access, DependentLanes, Index
+from glass_jax.hw.model.values.products import WholeProduct
+from glass_jax.hw.model.values.registers import Value
+from glass_jax.hw.model.values.storage import Memory
 
 # Executes a statement on a machine, given the allocations whose contents are needed afterwards.
 Handler = Callable[["Machine", ir.Stmt, frozenset[str]], None]
@@ -138,88 +134,22 @@ class Machine:
             last = contents[(slice(None), *(-1,) * (len(lanes) - 1))]  # of each vector unit
             memory.put(name, _spread(last, 1, lead) if lead else last[-1])
 
-    def _name_units(self) -> None:
-        if self.program.unit is not None:
-            units = np.array(self.active).reshape(-1, *[1] * (len(self.lanes) - 1))
-            self.variables[self.program.unit.name] = Linear(units if len(self.active) > 1 else self.active[0])
-
-    # --- values -----------------------------------------------------------------------------------------------------
-
-    def bind(self, var: ir.Var, value: ir.Expr) -> None:
-        """Gives ``var`` the value of an expression."""
-        self.variables[var.name] = expressions.index(self, value)
-
     def bind_symbol(self, name: str, value: jax.Array | int, low: float, high: float) -> Symbol:
         """Gives a variable a traced value between ``low`` and ``high``; an int is taken as known."""
         symbol = symbolic.fresh(value, low, high)
         self.variables[name] = Linear(value) if isinstance(value, int) else Linear.of(symbol)
         return symbol
 
-    def scalar(self, expr: int | ir.Expr) -> Linear | None:
-        """An integer expression if it is the same in every lane, else None."""
-        found = expressions.index(self, expr)
-        if isinstance(found, Linear) and found.pattern.size == 1:
-            return Linear(found.pattern.reshape(()), found.terms)
-        return None
-
-    def constant(self, expr: int | ir.Expr, what: str) -> int:
-        """The value of an expression that must be known when the program is traced."""
-        found = self.scalar(expr)
-        if found is None or found.static is None:
-            raise UnsupportedError(f"the NPU model does not run {what} that is known only at run time yet")
-        return found.static
+    def _name_units(self) -> None:
+        if self.program.unit is not None:
+            units = np.array(self.active).reshape(-1, *[1] * (len(self.lanes) - 1))
+            self.variables[self.program.unit.name] = Linear(units if len(self.active) > 1 else self.active[0])
 
     def varying(self, what: str) -> Exception:
         """What to raise where ``what`` is not the same in all lanes: lanes of a parallel loop can run one by one."""
         if len(self.lanes) > 1:
             return DependentLanes(what)
         return UnsupportedError(f"the NPU model does not run {what} differs between vector units yet")
-
-    # --- elements ---------------------------------------------------------------------------------------------------
-
-    def load(self, buffer: str, indices: Iterable[ir.Expr]) -> jax.Array:
-        """``buffer[indices]`` in every lane: rank 0, or the lanes' rank."""
-        place = self.place(buffer, indices)
-        self.record(buffer, False, place, self.lanes[0])
-        dtype = numerics.dtype(self.memory.buffers[buffer].dtype)
-        bits = lanes.take(self.memory.view(buffer), place, numerics.poison(dtype), self.lanes, self.facts)
-        return numerics.from_bits(bits, dtype)
-
-    def store(self, buffer: str, indices: Iterable[ir.Expr], value: jax.Array) -> None:
-        """``buffer[indices] = value`` in every lane of the mask."""
-        place, mask, units = self.place(buffer, indices), self.mask, self.lanes[0]
-        if units > 1 and not self.memory.lead(buffer) and not any(_varies(index, 0) for index in place):
-            # Both units write one element: the second one's value stays.
-            value, mask, units = _last(value), None if mask is None else _last(mask), 1
-        self.record(buffer, True, place, units)
-        bits, contents = numerics.to_bits(value), self.memory.view(buffer)
-        last_wins = self.log is None  # while accesses are recorded, lanes that meet run one after the other
-        self.memory.put_view(buffer, lanes.put(contents, place, bits, mask, self.lanes, self.facts, last_wins))
-
-    def place(self, buffer: str, indices: Iterable[ir.Expr]) -> list[Index]:
-        """Indices of an element in a memory's array: the leading axes, then the buffer's own."""
-        lead = self.lead_indices(buffer)
-        place = [*lead, *(expressions.index(self, index) for index in indices)]
-        rank, shape = len(place) - len(lead), self.memory.buffers[buffer].shape
-        if rank != len(shape):
-            raise HardwareConstraintError(f"{buffer!r} of shape {shape} is indexed with {rank} indices")
-        return place
-
-    def lead_indices(self, buffer: str) -> list[Index]:
-        """Indices along the leading axes of a memory's array: each lane's own part of it."""
-        found: list[Index] = []
-        for axis, extent in enumerate(self.memory.lead(buffer)):
-            numbers = np.array(self.active) if axis == 0 else np.arange(extent)
-            shape = [-1 if axis == other else 1 for other in range(len(self.lanes))]
-            found.append(Linear(numbers.reshape(shape) if len(numbers) > 1 else numbers[0]))
-        return found
-
-    def record(self, buffer: str, write: bool, place: list[Index], units: int, kind: str | None = None) -> None:
-        """Notes an access, if somebody asks; ``kind`` is how an atomic joins, if nobody asks what was there before."""
-        if self.log is not None:
-            lanes_taking_part = (units, *self.lanes[1:])
-            storage = self.memory.storage(buffer)
-            self.log.append(Access(storage, buffer, write, tuple(place), lanes_taking_part, kind))
 
 
 def _of_unit(value: Index, count: int, number: int) -> Index:
@@ -234,13 +164,3 @@ def _spread(contents: jax.Array, axes: int, lanes: tuple[int, ...]) -> jax.Array
     own = contents.shape[axes:]
     units = contents.shape[:axes] or (1,)
     return jnp.broadcast_to(contents.reshape(*units, *[1] * (len(lanes) - 1), *own), lanes + own)
-
-
-def _varies(index: Index, axis: int) -> bool:
-    pattern = index.pattern if isinstance(index, Linear) else index
-    return pattern.ndim > axis and pattern.shape[axis] > 1
-
-
-def _last(value: jax.Array) -> jax.Array:
-    """The value of the last vector unit."""
-    return value[-1:] if np.ndim(value) else jnp.asarray(value)

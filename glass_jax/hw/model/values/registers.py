@@ -16,7 +16,7 @@ from jax import lax
 
 from glass_jax.errors import UnsupportedError
 from glass_jax.hw.ir import program as ir
-from glass_jax.hw.model import numerics
+from glass_jax.hw.model.values import numerics
 
 REGISTER_BYTES = ir.REGISTER_BITS // 8
 BLOCK_BYTES = 32  # of a data block, eight of which make a register

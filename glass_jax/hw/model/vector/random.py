@@ -12,7 +12,6 @@ i modulo the number of threads: our assumption.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +20,9 @@ from jax import lax
 
 from glass_jax.errors import UnsupportedError
 from glass_jax.hw.ir import program as ir
-from glass_jax.hw.model import expressions
-
-if TYPE_CHECKING:
-    from glass_jax.hw.model.machine import Machine
+from glass_jax.hw.ir.symbolic import Linear
+from glass_jax.hw.model.evaluation import elements, expressions
+from glass_jax.hw.model.evaluation.machine import Machine
 
 _MULTIPLIERS = np.uint32(0xD2511F53), np.uint32(0xCD9E8D57)
 _WEYL = np.uint32(0x9E3779B9), np.uint32(0xBB67AE85)
@@ -67,7 +65,7 @@ def run_random(machine: Machine, op: ir.Op, live: frozenset[str]) -> None:
     else:
         raise UnsupportedError("the NPU model does not draw random numbers under a condition inside a parallel loop")
     _write(machine, state, numbers)
-    machine.store(result, (ir.Const(0, "int32"),), drawn)
+    elements.store(machine, result, (Linear(0),), drawn)
 
 
 def _write(machine: Machine, state: str, words: jax.Array) -> None:

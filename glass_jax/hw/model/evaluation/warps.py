@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from glass_jax.errors import UnsupportedError
-from glass_jax.hw.model.joining import JOINS, Join
-
-if TYPE_CHECKING:
-    from glass_jax.hw.model.machine import Machine
+from glass_jax.hw.model.evaluation.machine import Machine
+from glass_jax.hw.model.values.joining import JOINS, Join
 
 WARP = 32  # threads of a warp, as TileLang's code generator has it
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +11,11 @@ from jax import lax
 
 from glass_jax.errors import HardwareConstraintError
 from glass_jax.hw.ir import program as ir
-from glass_jax.hw.model import copies, expressions, numerics
-
-if TYPE_CHECKING:
-    from glass_jax.hw.model.machine import Machine
+from glass_jax.hw.model.evaluation import expressions
+from glass_jax.hw.model.evaluation.machine import Machine
+from glass_jax.hw.model.tiles import copies
+from glass_jax.hw.model.values import numerics
+from glass_jax.hw.model.values.products import Axes
 
 
 def run_gemm(machine: Machine, gemm: ir.Gemm, live: frozenset[str]) -> None:
@@ -93,9 +93,6 @@ def accumulate_product(machine: Machine, gemm: ir.Gemm, product: jax.Array) -> N
         kept = old if known is False else jnp.where(clear, jnp.zeros_like(old), old)
         product = kept + product
     copies.write_region(machine, gemm.c, product)
-
-
-Axes = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def matmul(a: jax.Array, b: jax.Array, contracted: Axes, accumulate: np.dtype, batch: Axes = ((), ())) -> jax.Array:

@@ -17,8 +17,8 @@ import numpy as np
 from jax import lax
 
 from glass_jax.hw.ir.symbolic import Facts, Linear, strides
-from glass_jax.hw.model.joining import Join
-from glass_jax.hw.model.storage import slice_at, update_at
+from glass_jax.hw.model.values.joining import Join
+from glass_jax.hw.model.values.storage import slice_at, update_at
 
 Index = Linear | jax.Array
 

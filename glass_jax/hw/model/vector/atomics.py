@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import jax.numpy as jnp
 
 from glass_jax.errors import UnsupportedError
 from glass_jax.hw.ir import program as ir
-from glass_jax.hw.model import expressions, lanes, numerics
-from glass_jax.hw.model.joining import JOINS
-
-if TYPE_CHECKING:
-    from glass_jax.hw.model.machine import Machine
+from glass_jax.hw.ir.symbolic import Linear
+from glass_jax.hw.model.evaluation import elements, expressions
+from glass_jax.hw.model.evaluation.machine import Machine
+from glass_jax.hw.model.values import lanes, numerics
+from glass_jax.hw.model.values.joining import JOINS
 
 
 def run_atomic(machine: Machine, op: ir.Op, live: frozenset[str]) -> None:
@@ -24,8 +22,8 @@ def run_atomic(machine: Machine, op: ir.Op, live: frozenset[str]) -> None:
     memory = machine.memory
     dtype = numerics.dtype(memory.buffers[element.buffer].dtype)
     joined = numerics.convert(jnp.asarray(expressions.value(machine, value)), dtype)
-    place = machine.place(element.buffer, element.starts)
-    machine.record(element.buffer, True, place, machine.lanes[0], None if result else kind)
+    place = elements.place_of(machine, element.buffer, expressions.indices(machine, element.starts))
+    elements.record(machine, element.buffer, True, place, machine.lanes[0], None if result else kind)
     contents = numerics.from_bits(memory.view(element.buffer), dtype)
     if result:
         contents, old = lanes.join_in_order(contents, place, joined, machine.mask, machine.lanes, JOINS[kind])
@@ -33,4 +31,4 @@ def run_atomic(machine: Machine, op: ir.Op, live: frozenset[str]) -> None:
         contents = lanes.join(contents, place, joined, machine.mask, machine.lanes, machine.facts, JOINS[kind])
     memory.put_view(element.buffer, numerics.to_bits(contents))
     if result:
-        machine.store(result[0], (ir.Const(0, "int32"),), old)
+        elements.store(machine, result[0], (Linear(0),), old)

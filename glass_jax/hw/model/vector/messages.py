@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from glass_jax.errors import DeviceAssertionError
 from glass_jax.hw.ir import program as ir
-from glass_jax.hw.model import expressions
-
-if TYPE_CHECKING:
-    from glass_jax.hw.model.machine import Machine
+from glass_jax.hw.model.evaluation import expressions
+from glass_jax.hw.model.evaluation.machine import Machine
 
 
 def run_print(machine: Machine, op: ir.Op, live: frozenset[str]) -> None:

@@ -15,7 +15,7 @@ from glass_jax.errors import UnsupportedError
 from glass_jax.hw.ir import program as ir
 from glass_jax.hw.ir.program import Space
 from glass_jax.hw.ir.symbolic import Facts, Linear, clamp
-from glass_jax.hw.model import numerics
+from glass_jax.hw.model.values import numerics
 
 _BLOCK_BYTES = 32  # of a data block, the C0 of fractal layouts
 

@@ -1,0 +1,1 @@
+"""The state of a block in execution, and expressions evaluated on it."""

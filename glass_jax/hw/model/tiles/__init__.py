@@ -1,0 +1,1 @@
+"""Statements on whole tiles: copies, fills, matrix products, reductions."""

@@ -1,0 +1,1 @@
+"""What the vector units do in every lane: parallel loops, threads, atomics."""
