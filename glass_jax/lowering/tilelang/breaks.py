@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
 from glass_jax.hw.ir import program as ir
-
-if TYPE_CHECKING:
-    from glass_jax.lowering.tilelang.decode import Decoder
 
 _FLAG = "bool"
 
 
-def guarded(body: tuple[ir.Stmt, ...], decoder: Decoder) -> tuple[str | None, tuple[ir.Stmt, ...]]:
-    """The name of the flag that stops a loop, None if nothing does, and the loop's body, idle once the flag is set."""
+def guarded(body: tuple[ir.Stmt, ...], temporary: Callable[[str], str]) -> tuple[str | None, tuple[ir.Stmt, ...]]:
+    """The name of the flag that stops a loop, None if nothing does, and the loop's body, idle once the flag is set.
+
+    ``temporary(dtype)`` gives the name of a new scalar variable.
+    """
     if not _breaks(body):
         return None, body
-    stop = decoder.temporary(_FLAG)
+    stop = temporary(_FLAG)
     return stop, (ir.If(_running(stop), _flagged(body, stop)),)
 
 

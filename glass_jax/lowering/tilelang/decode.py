@@ -293,10 +293,11 @@ class Decoder(Scope):
         kind = "pipelined" if "num_stages" in attrs else _LOOP_KINDS[stmt.kind]
         start, extent = self.expr(stmt.min), self.expr(stmt.extent)
         var, loc = self.bind(stmt.loop_var), self.loc
-        with self.modes.loop(self.where), self.pointers.loop(self, stmt, (var, start, extent)) as places:
+        moves = self.pointers.loop(stmt, (var, start, extent), self.new_variable, self.where, loc)
+        with self.modes.loop(self.where), moves as places:
             body = (*self._bound_now(), *self.statements(stmt.body))
         body = (*places, *body)
-        stop, body = breaks.guarded(body, self)
+        stop, body = breaks.guarded(body, self.temporary)
         yield from breaks.cleared(stop, loc)
         yield ir.For(var, start, extent, kind, body, attrs, loc)
 
@@ -319,7 +320,7 @@ class Decoder(Scope):
             condition = self.expr(stmt.condition)
         with self.modes.loop(self.where):
             body = self.statements(stmt.body)
-        stop, body = breaks.guarded(body, self)
+        stop, body = breaks.guarded(body, self.temporary)
         yield from breaks.cleared(stop, self.loc)
         yield ir.While(breaks.until(stop, condition), body, self.loc)
 

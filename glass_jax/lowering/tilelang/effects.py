@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from glass_jax.hw.ir import program as ir
-
-if TYPE_CHECKING:
-    from glass_jax.lowering.tilelang.decode import Decoder
+from glass_jax.lowering.tilelang.decoding import Decoding
 
 ATOMICS = {"atomic_add": "add", "atomic_max": "max", "atomic_min": "min", "atomic_or": "bitor"}
 RETURNING = {f"{name}_ret_elem_op" for name in ATOMICS} | {"rng_rand", "rng_rand_float"}
 
 RANDOM_STATE = "random_state"
-_RANDOM_WORDS = 9  # see glass_jax.hw.model.random
+_RANDOM_WORDS = 9  # see glass_jax.hw.model.vector.random
 
 
-def returning(decoder: Decoder, name: str, expr: Any) -> ir.Load:
+def returning(decoder: Decoding, name: str, expr: Any) -> ir.Load:
     """What the call ``expr`` of one of :data:`RETURNING` returns."""
     result = decoder.temporary(str(expr.dtype))
     if name.startswith("atomic"):
@@ -29,6 +27,6 @@ def returning(decoder: Decoder, name: str, expr: Any) -> ir.Load:
     return ir.Load(result, (ir.Const(0, "int32"),), str(expr.dtype))
 
 
-def random_state(decoder: Decoder) -> str:
+def random_state(decoder: Decoding) -> str:
     """The name of the buffer that each thread keeps its random generator in."""
     return decoder.state(RANDOM_STATE, "uint32", _RANDOM_WORDS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tilelang  # noqa: F401 - brings tvm, which is not importable before it
 from tvm import tirx
@@ -11,10 +11,8 @@ from tvm import tirx
 from glass_jax import errors
 from glass_jax.hw.ir import program as ir
 from glass_jax.lowering.tilelang import effects, simd
+from glass_jax.lowering.tilelang.decoding import Decoding
 from glass_jax.lowering.tilelang.names import op_name, short
-
-if TYPE_CHECKING:
-    from glass_jax.lowering.tilelang.decode import Decoder
 
 # Functions of scalars, by their name in the IR without its namespace, and by their name in a Program.
 _FUNCTIONS = {
@@ -58,7 +56,7 @@ _BINARY_NODES = {
 }
 
 
-def decode(decoder: Decoder, expr: Any) -> ir.Expr:
+def decode(decoder: Decoding, expr: Any) -> ir.Expr:
     """``expr`` as an expression of a Program.
 
     Raises:
@@ -74,35 +72,35 @@ def decode(decoder: Decoder, expr: Any) -> ir.Expr:
     return handler(decoder, expr)
 
 
-def _binary(decoder: Decoder, op: str, lhs: Any, rhs: Any, expr: Any) -> ir.Binary:
+def _binary(decoder: Decoding, op: str, lhs: Any, rhs: Any, expr: Any) -> ir.Binary:
     if op in ("and", "or"):
         with decoder.pure("a condition"):
             return ir.Binary(op, decode(decoder, lhs), decode(decoder, rhs), str(expr.dtype))
     return ir.Binary(op, decode(decoder, lhs), decode(decoder, rhs), str(expr.dtype))
 
 
-def _div(decoder: Decoder, expr: tirx.Div) -> ir.Binary:
+def _div(decoder: Decoding, expr: tirx.Div) -> ir.Binary:
     op = "truncdiv" if str(expr.dtype).startswith(("int", "uint")) else "div"
     return _binary(decoder, op, expr.a, expr.b, expr)
 
 
-def _integer(decoder: Decoder, expr: tirx.IntImm) -> ir.Const:
+def _integer(decoder: Decoding, expr: tirx.IntImm) -> ir.Const:
     dtype = str(expr.dtype)
     return ir.Const(bool(expr.value) if dtype == "bool" else int(expr.value), dtype)
 
 
-def _load(decoder: Decoder, expr: tirx.BufferLoad) -> ir.Load:
+def _load(decoder: Decoding, expr: tirx.BufferLoad) -> ir.Load:
     indices = tuple(decode(decoder, index) for index in expr.indices)
     return ir.Load(decoder.buffer(expr.buffer), indices, str(expr.dtype))
 
 
-def _select(decoder: Decoder, condition: Any, then: Any, orelse: Any, expr: Any) -> ir.Select:
+def _select(decoder: Decoding, condition: Any, then: Any, orelse: Any, expr: Any) -> ir.Select:
     chosen = decode(decoder, condition)
     with decoder.pure("one side of a choice"):
         return ir.Select(chosen, decode(decoder, then), decode(decoder, orelse), str(expr.dtype))
 
 
-def _cast(decoder: Decoder, expr: tirx.Cast) -> ir.Cast:
+def _cast(decoder: Decoding, expr: tirx.Cast) -> ir.Cast:
     if "round" in (getattr(expr, "annotations", None) or {}):
         raise errors.UnsupportedError(
             f"{decoder.where}: a cast with a rounding mode of its own is not decoded, in {expr}"
@@ -110,7 +108,7 @@ def _cast(decoder: Decoder, expr: tirx.Cast) -> ir.Cast:
     return ir.Cast(decode(decoder, expr.value), str(expr.dtype))
 
 
-def _call(decoder: Decoder, expr: tirx.Call) -> ir.Expr:
+def _call(decoder: Decoding, expr: tirx.Call) -> ir.Expr:
     name, dtype = short(op_name(expr)), str(expr.dtype)
     if simd.is_operation(expr):
         return simd.register(decoder, expr)
@@ -134,7 +132,7 @@ def _call(decoder: Decoder, expr: tirx.Call) -> ir.Expr:
     raise errors.UnsupportedError(f"{decoder.where}: the function {op_name(expr)} is not decoded, in {expr}")
 
 
-_HANDLERS: dict[type, Callable[[Decoder, Any], ir.Expr]] = {
+_HANDLERS: dict[type, Callable[[Decoding, Any], ir.Expr]] = {
     tirx.Div: _div,
     tirx.IntImm: _integer,
     tirx.FloatImm: lambda decoder, expr: ir.Const(float(expr.value), str(expr.dtype)),

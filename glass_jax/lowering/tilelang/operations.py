@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tilelang  # noqa: F401 - brings tvm, which is not importable before it
 from tvm import tirx
@@ -11,11 +11,9 @@ from tvm import tirx
 from glass_jax import errors
 from glass_jax.hw.ir import program as ir
 from glass_jax.lowering.tilelang import effects, simd
+from glass_jax.lowering.tilelang.decoding import Decoding
 from glass_jax.lowering.tilelang.modes import Atomic
 from glass_jax.lowering.tilelang.names import op_name, short
-
-if TYPE_CHECKING:
-    from glass_jax.lowering.tilelang.decode import Decoder
 
 _DUAL = {1: "rows", 2: "columns"}
 _COPY_HINTS = {"l2_cache_ctrl", "unit_flag_ctrl", "coalesced_width"}
@@ -41,7 +39,7 @@ _PLAIN = {
 }
 
 
-def decode(decoder: Decoder, call: Any) -> tuple[ir.Stmt, ...]:
+def decode(decoder: Decoding, call: Any) -> tuple[ir.Stmt, ...]:
     """What the evaluated expression ``call`` does.
 
     Raises:
@@ -65,7 +63,7 @@ def decode(decoder: Decoder, call: Any) -> tuple[ir.Stmt, ...]:
 # --- tiles ----------------------------------------------------------------------------------------------------------
 
 
-def _copy(decoder: Decoder, call: tirx.Call) -> tuple[ir.Stmt, ...]:
+def _copy(decoder: Decoding, call: tirx.Call) -> tuple[ir.Stmt, ...]:
     attrs: dict[str, Any] = {}
     for key, value in decoder.attributes(call.annotations, _COPY_HINTS).items():
         if key == "dual_dst_ctl" and value:
@@ -84,7 +82,7 @@ def _copy(decoder: Decoder, call: tirx.Call) -> tuple[ir.Stmt, ...]:
     return (_stored(decoder, ir.Copy(src, dst, attrs, decoder.loc)),)
 
 
-def _stored(decoder: Decoder, copy: ir.Copy) -> ir.Copy:
+def _stored(decoder: Decoding, copy: ir.Copy) -> ir.Copy:
     """A copy as the mode of stores to GM makes it."""
     if decoder.space(copy.dst.buffer) is ir.Space.GM and (mode := decoder.modes.get("atomic", decoder.where)):
         copy.attrs["atomic"] = mode.kind
@@ -93,7 +91,7 @@ def _stored(decoder: Decoder, copy: ir.Copy) -> ir.Copy:
     return copy
 
 
-def _move(decoder: Decoder, call: tirx.Call) -> tuple[ir.Stmt, ...]:
+def _move(decoder: Decoding, call: tirx.Call) -> tuple[ir.Stmt, ...]:
     """A transfer between GM and UB written as the instruction that does it, without padding."""
     target, source, _sid, count, nbytes, *padding, _cache, from_distance, to_distance = call.args
     if any(not isinstance(arg, int | tirx.IntImm) or int(arg) for arg in padding):
@@ -106,27 +104,27 @@ def _move(decoder: Decoder, call: tirx.Call) -> tuple[ir.Stmt, ...]:
     return (ir.Op("move", (*elements, *distances), attrs, decoder.loc),)
 
 
-def _set_pad_value(decoder: Decoder, call: tirx.Call) -> tuple[ir.Stmt, ...]:
+def _set_pad_value(decoder: Decoding, call: tirx.Call) -> tuple[ir.Stmt, ...]:
     decoder.modes.set("pad", decoder.expr(call.args[0]))
     return ()
 
 
-def _set_atomic(decoder: Decoder, call: tirx.Call) -> tuple[ir.Stmt, ...]:
+def _set_atomic(decoder: Decoding, call: tirx.Call) -> tuple[ir.Stmt, ...]:
     decoder.modes.set("atomic", Atomic(str(call.args[0].value)))
     return ()
 
 
-def _set_atomic_none(decoder: Decoder, call: tirx.Call) -> tuple[ir.Stmt, ...]:
+def _set_atomic_none(decoder: Decoding, call: tirx.Call) -> tuple[ir.Stmt, ...]:
     decoder.modes.set("atomic", None)
     return ()
 
 
-def _set_hf32(decoder: Decoder, call: tirx.Call) -> tuple[ir.Stmt, ...]:
+def _set_hf32(decoder: Decoding, call: tirx.Call) -> tuple[ir.Stmt, ...]:
     decoder.modes.set("hf32", _HF32[int(call.args[0])])
     return ()
 
 
-def _gemm(decoder: Decoder, call: tirx.Call) -> tuple[ir.Stmt, ...]:
+def _gemm(decoder: Decoding, call: tirx.Call) -> tuple[ir.Stmt, ...]:
     a, b, c, transpose_a, transpose_b, _m, _n, _k, _policy, clear, _barrier, _row, _column, *scales = call.args
     attrs = decoder.attributes(call.annotations, _GEMM_HINTS)
     if unknown := {key for key, value in attrs.items() if value and key not in _GEMM_HINTS}:
@@ -140,17 +138,17 @@ def _gemm(decoder: Decoder, call: tirx.Call) -> tuple[ir.Stmt, ...]:
     return (ir.Gemm(*regions, bool(transpose_a), bool(transpose_b), decoder.expr(clear), attrs, decoder.loc),)
 
 
-def _fill(decoder: Decoder, call: tirx.Call) -> tuple[ir.Stmt, ...]:
+def _fill(decoder: Decoding, call: tirx.Call) -> tuple[ir.Stmt, ...]:
     return (ir.Fill(decoder.region(call.args[0]), decoder.expr(call.args[1]), decoder.loc),)
 
 
-def _reduce(decoder: Decoder, call: tirx.Call) -> tuple[ir.Stmt, ...]:
+def _reduce(decoder: Decoding, call: tirx.Call) -> tuple[ir.Stmt, ...]:
     src, dst, kind, dim, clear = call.args
     attrs = {"kind": str(kind.value), "dim": int(dim), "clear": bool(clear)}
     return (ir.Op("reduce", (decoder.region(src), decoder.region(dst)), attrs, decoder.loc),)
 
 
-def _scan(decoder: Decoder, call: tirx.Call) -> tuple[ir.Stmt, ...]:
+def _scan(decoder: Decoding, call: tirx.Call) -> tuple[ir.Stmt, ...]:
     src, dst, dim, reverse = call.args
     attrs = {"kind": short(op_name(call)).removeprefix("cum"), "dim": int(dim), "reverse": bool(reverse)}
     return (ir.Op("scan", (decoder.region(src), decoder.region(dst)), attrs, decoder.loc),)
@@ -162,24 +160,24 @@ _REDUCER_KINDS = {"sum": "add"}
 _REDUCER_OPERATORS = {"sum": tirx.Add, "max": tirx.Max, "min": tirx.Min}
 
 
-def _reducer_init(decoder: Decoder, call: tirx.Call) -> tuple[ir.Stmt, ...]:
+def _reducer_init(decoder: Decoding, call: tirx.Call) -> tuple[ir.Stmt, ...]:
     region = decoder.region(call.args[0])
     kind, dtype = _reducer_kind(decoder, call.args[0].args[0].buffer), decoder.dtype(region.buffer)
     start = decoder.expr(call.args[1]) if len(call.args) > 1 else ir.Const(identity(kind, dtype), dtype)
     return (ir.Fill(region, start, decoder.loc),)
 
 
-def _reducer_update(decoder: Decoder, call: tirx.Call) -> tuple[ir.Stmt, ...]:
+def _reducer_update(decoder: Decoding, call: tirx.Call) -> tuple[ir.Stmt, ...]:
     kind = _reducer_kind(decoder, call.args[0].buffer)
     return (_update(decoder, decoder.element(call.args[0]), call.args[1], kind),)
 
 
-def _reducer_kind(decoder: Decoder, buffer: tirx.Buffer) -> str:
+def _reducer_kind(decoder: Decoding, buffer: tirx.Buffer) -> str:
     kind = decoder.reducers[buffer.data]
     return _REDUCER_KINDS.get(kind, kind)
 
 
-def reducer_store(decoder: Decoder, stmt: tirx.BufferStore) -> ir.Stmt:
+def reducer_store(decoder: Decoding, stmt: tirx.BufferStore) -> ir.Stmt:
     """A store to a reducer of the first kind, which says ``s[i] = s[i] + value`` for a contribution."""
     kind, value = decoder.reducers[stmt.buffer.data], stmt.value
     if isinstance(value, _REDUCER_OPERATORS[kind]):
@@ -191,13 +189,13 @@ def reducer_store(decoder: Decoder, stmt: tirx.BufferStore) -> ir.Stmt:
     )
 
 
-def _finalize(decoder: Decoder, call: tirx.Call) -> tuple[ir.Stmt, ...]:
+def _finalize(decoder: Decoding, call: tirx.Call) -> tuple[ir.Stmt, ...]:
     """The parts that threads kept are joined already: what is left is to copy the result, if it is asked for."""
     regions = [decoder.region(arg) for arg in call.args]
     return (ir.Copy(*regions, {}, decoder.loc),) if len(regions) == 2 else ()
 
 
-def _update(decoder: Decoder, element: ir.Region, value: Any, kind: str) -> ir.Op:
+def _update(decoder: Decoding, element: ir.Region, value: Any, kind: str) -> ir.Op:
     return ir.Op("atomic", (element, decoder.expr(value)), {"kind": kind}, decoder.loc)
 
 
@@ -214,16 +212,16 @@ def identity(kind: str, dtype: str) -> float | int | bool:
     return low if kind == "max" else high
 
 
-def _atomic(kind: str) -> Callable[[Decoder, tirx.Call], tuple[ir.Stmt, ...]]:
+def _atomic(kind: str) -> Callable[[Decoding, tirx.Call], tuple[ir.Stmt, ...]]:
     return lambda decoder, call: (_update(decoder, decoder.element(call.args[0]), call.args[1], kind),)
 
 
-def _atomic_store(decoder: Decoder, call: tirx.Call) -> tuple[ir.Stmt, ...]:
+def _atomic_store(decoder: Decoding, call: tirx.Call) -> tuple[ir.Stmt, ...]:
     element = decoder.element(call.args[0])
     return (ir.Store(element.buffer, element.starts, decoder.expr(call.args[1]), decoder.loc),)
 
 
-def _atomic_vector(decoder: Decoder, call: tirx.Call) -> tuple[ir.Stmt, ...]:
+def _atomic_vector(decoder: Decoding, call: tirx.Call) -> tuple[ir.Stmt, ...]:
     """``atomic_addx2`` and ``atomic_addx4``: neighbours along the last dimension."""
     count = int(short(op_name(call)).removeprefix("atomic_addx")[0])
     target, source = (decoder.element(arg) for arg in call.args[:2])
@@ -239,8 +237,8 @@ def _atomic_vector(decoder: Decoder, call: tirx.Call) -> tuple[ir.Stmt, ...]:
     return tuple(result)
 
 
-def _atomic_tile(kind: str) -> Callable[[Decoder, tirx.Call], tuple[ir.Stmt, ...]]:
-    def handler(decoder: Decoder, call: tirx.Call) -> tuple[ir.Stmt, ...]:
+def _atomic_tile(kind: str) -> Callable[[Decoding, tirx.Call], tuple[ir.Stmt, ...]]:
+    def handler(decoder: Decoding, call: tirx.Call) -> tuple[ir.Stmt, ...]:
         src, dst = (decoder.region(arg) for arg in call.args[:2])
         return (ir.Copy(src, dst, {"atomic": kind}, decoder.loc),)
 
@@ -250,7 +248,7 @@ def _atomic_tile(kind: str) -> Callable[[Decoder, tirx.Call], tuple[ir.Stmt, ...
 # --- random numbers, messages, control ------------------------------------------------------------------------------
 
 
-def _random_init(decoder: Decoder, call: tirx.Call) -> tuple[ir.Stmt, ...]:
+def _random_init(decoder: Decoding, call: tirx.Call) -> tuple[ir.Stmt, ...]:
     seed, sequence, offset = (decoder.expr(arg) for arg in call.args[:3])
     generator = str(call.args[3].value)
     if "Philox" not in generator:
@@ -258,7 +256,7 @@ def _random_init(decoder: Decoder, call: tirx.Call) -> tuple[ir.Stmt, ...]:
     return (ir.Op("random_init", (effects.random_state(decoder), seed, sequence, offset), loc=decoder.loc),)
 
 
-def _extern(decoder: Decoder, call: tirx.Call) -> tuple[ir.Stmt, ...]:
+def _extern(decoder: Decoding, call: tirx.Call) -> tuple[ir.Stmt, ...]:
     name, *args = call.args
     if str(name.value) not in ("debug_print_var", "debug_print_buffer_value", "debug_print_msg"):
         raise errors.UnsupportedError(f"{decoder.where}: the function {name.value}, written in C, is not decoded")
@@ -267,16 +265,16 @@ def _extern(decoder: Decoder, call: tirx.Call) -> tuple[ir.Stmt, ...]:
     return (ir.Op("print", values, {"texts": texts}, decoder.loc),)
 
 
-def _assert(decoder: Decoder, call: tirx.Call) -> tuple[ir.Stmt, ...]:
+def _assert(decoder: Decoding, call: tirx.Call) -> tuple[ir.Stmt, ...]:
     message = str(call.args[1].value) if len(call.args) > 1 else ""
     return (ir.Op("assert", (decoder.expr(call.args[0]),), {"message": message}, decoder.loc),)
 
 
-def _break(decoder: Decoder, call: tirx.Call) -> tuple[ir.Stmt, ...]:
+def _break(decoder: Decoding, call: tirx.Call) -> tuple[ir.Stmt, ...]:
     return (ir.Op("break", (), loc=decoder.loc),)
 
 
-_HANDLERS: dict[str, Callable[[Decoder, tirx.Call], tuple[ir.Stmt, ...]]] = {
+_HANDLERS: dict[str, Callable[[Decoding, tirx.Call], tuple[ir.Stmt, ...]]] = {
     "tl.tileop.ascend_copy": _copy,
     "tl.tileop.copy": _copy,
     "tl.tileop.gemm": _gemm,

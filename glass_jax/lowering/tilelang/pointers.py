@@ -6,16 +6,13 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tilelang  # noqa: F401 - brings tvm, which is not importable before it
 from tvm import tirx
 
 from glass_jax import errors
 from glass_jax.hw.ir import program as ir
-
-if TYPE_CHECKING:
-    from glass_jax.lowering.tilelang.decode import Decoder
 
 
 class Pointers:
@@ -43,10 +40,25 @@ class Pointers:
         return self._addresses[pointer]
 
     @contextlib.contextmanager
-    def loop(self, decoder: Decoder, stmt: tirx.For, loop: tuple[ir.Var, ir.Expr, ir.Expr]) -> Iterator[list[ir.Let]]:
-        """What is decoded inside is the body of the loop ``stmt``, whose variable, start and extent are ``loop``.
+    def loop(
+        self,
+        stmt: tirx.For,
+        loop: tuple[ir.Var, ir.Expr, ir.Expr],
+        new_variable: Callable[[str], ir.Var],
+        where: str,
+        loc: str | None,
+    ) -> Iterator[list[ir.Let]]:
+        """What is decoded inside is the body of a loop.
 
-        Gives a list that in the end holds what must stand before the body: where the pointers are in each iteration.
+        Args:
+          stmt: the loop.
+          loop: its variable, start and extent.
+          new_variable: gives a new variable of that name, or nearly so.
+          where: the loop's place, for messages.
+          loc: the same, if known.
+
+        Yields:
+          a list that in the end holds what must stand before the body: where the pointers are in each iteration.
 
         Raises:
           UnsupportedError: a pointer is not the same number of bytes farther after each iteration.
@@ -54,7 +66,7 @@ class Pointers:
         var, start, extent = loop
         lets: list[ir.Let] = []
         outside = {pointer: self._addresses[pointer] for pointer in _assigned(stmt.body) if pointer in self._addresses}
-        entries = {pointer: decoder.new_variable(f"{pointer.name}_offset") for pointer in outside}
+        entries = {pointer: new_variable(f"{pointer.name}_offset") for pointer in outside}
         for pointer, address in outside.items():
             self.set(pointer, dataclasses.replace(address, offset=entries[pointer]))
         yield lets
@@ -63,11 +75,11 @@ class Pointers:
             step = _step(after.offset, entry)
             if step is None or (after.buffer, after.indices) != (address.buffer, address.indices):
                 raise errors.UnsupportedError(
-                    f"{decoder.where}: the pointer {pointer.name} does not advance by a constant in each iteration, "
+                    f"{where}: the pointer {pointer.name} does not advance by a constant in each iteration, "
                     "which is not decoded"
                 )
             iteration = _sum(var, _product(start, -1))
-            lets.append(ir.Let(entry, _sum(address.offset, _product(iteration, step)), decoder.loc))
+            lets.append(ir.Let(entry, _sum(address.offset, _product(iteration, step)), loc))
             self.set(pointer, advanced(address, _product(extent, step)))
 
     @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tilelang  # noqa: F401 - brings tvm, which is not importable before it
 from tvm import tirx
@@ -12,10 +12,8 @@ from glass_jax import errors
 from glass_jax.hw import memory
 from glass_jax.hw.ir import program as ir
 from glass_jax.lowering.tilelang import pointers
+from glass_jax.lowering.tilelang.decoding import Decoding
 from glass_jax.lowering.tilelang.names import op_name, short
-
-if TYPE_CHECKING:
-    from glass_jax.lowering.tilelang.decode import Decoder
 
 _PREFIX = "tl.simd."
 _BLOCK_BYTES = 32
@@ -39,7 +37,7 @@ def is_pointer(buffer: tirx.Buffer) -> bool:
 # --- expressions ----------------------------------------------------------------------------------------------------
 
 
-def register(decoder: Decoder, call: tirx.Call) -> ir.Register:
+def register(decoder: Decoding, call: tirx.Call) -> ir.Register:
     """A call that gives a register, a predicate or a pair."""
     name, args, modes = short(op_name(call)), [], []
     for arg in call.args:
@@ -54,12 +52,12 @@ def register(decoder: Decoder, call: tirx.Call) -> ir.Register:
     return ir.Register(name, tuple(args), tuple(modes), str(call.dtype))
 
 
-def reinterpreted(decoder: Decoder, call: tirx.Call) -> ir.Register:
+def reinterpreted(decoder: Decoding, call: tirx.Call) -> ir.Register:
     """A register read as one of another type."""
     return ir.Register("reinterpret", (decoder.expr(call.args[0]),), (), str(call.dtype))
 
 
-def _operand(decoder: Decoder, arg: Any) -> ir.Expr:
+def _operand(decoder: Decoding, arg: Any) -> ir.Expr:
     if isinstance(arg, tirx.BufferLoad) and is_pointer(arg.buffer):
         return decoder.pointers.get(arg.buffer.data, decoder.where)
     if isinstance(arg, tirx.Call) and short(op_name(arg)) == "access_ptr":
@@ -67,7 +65,7 @@ def _operand(decoder: Decoder, arg: Any) -> ir.Expr:
     return decoder.expr(arg)
 
 
-def _address(decoder: Decoder, call: tirx.Call) -> ir.Address:
+def _address(decoder: Decoding, call: tirx.Call) -> ir.Address:
     """What ``access_ptr(buffer[indices], extent, access)`` points to."""
     load = call.args[0]
     return ir.Address(decoder.buffer(load.buffer), tuple(decoder.expr(index) for index in load.indices))
@@ -88,7 +86,7 @@ def _constant(value: int) -> ir.Const:
 # --- statements -----------------------------------------------------------------------------------------------------
 
 
-def statement(decoder: Decoder, call: tirx.Call) -> tuple[ir.Stmt, ...]:
+def statement(decoder: Decoding, call: tirx.Call) -> tuple[ir.Stmt, ...]:
     """A call whose value is not used."""
     name = short(op_name(call))
     if name in _UPDATES:
@@ -102,7 +100,7 @@ def statement(decoder: Decoder, call: tirx.Call) -> tuple[ir.Stmt, ...]:
     return ()
 
 
-def _update(decoder: Decoder, name: str, call: tirx.Call) -> ir.Store:
+def _update(decoder: Decoding, name: str, call: tirx.Call) -> ir.Store:
     """``op(register, operands, mask, mode)`` as the store of what a register becomes."""
     target = call.args[0].args[0]
     indices = tuple(decoder.expr(index) for index in target.indices)
@@ -113,12 +111,12 @@ def _update(decoder: Decoder, name: str, call: tirx.Call) -> ir.Store:
     return ir.Store(old.buffer, indices, ir.Register(name, args, (mode,), old.dtype), decoder.loc)
 
 
-def _store_blocks(decoder: Decoder, call: tirx.Call) -> ir.Op:
+def _store_blocks(decoder: Decoding, call: tirx.Call) -> ir.Op:
     args = tuple(_operand(decoder, arg) for arg in call.args[:4])
     return ir.Op("vsstb", args, loc=decoder.loc)
 
 
-def assign_pointer(decoder: Decoder, stmt: tirx.BufferStore) -> Iterator[ir.Stmt]:
+def assign_pointer(decoder: Decoding, stmt: tirx.BufferStore) -> Iterator[ir.Stmt]:
     """A store to a pointer variable; what an operation that advances a pointer does besides is a statement."""
     pointer, value = stmt.buffer.data, stmt.value
     if is_operation(value) and short(op_name(value)) == "vsstb":
@@ -134,14 +132,14 @@ def assign_pointer(decoder: Decoder, stmt: tirx.BufferStore) -> Iterator[ir.Stmt
         raise errors.UnsupportedError(f"{decoder.where}: the pointer {value} is not decoded")
 
 
-def _repeat_bytes(decoder: Decoder, stride: ir.Expr) -> int:
+def _repeat_bytes(decoder: Decoding, stride: ir.Expr) -> int:
     """How far ``vsstb`` advances its pointer: by the lower half of the stride, in blocks of 32 bytes."""
     if not isinstance(stride, ir.Const):
         raise errors.UnsupportedError(f"{decoder.where}: a stride of vsstb that is not a constant is not decoded")
     return (stride.value & 0xFFFF) * _BLOCK_BYTES
 
 
-def bind(decoder: Decoder, stmt: tirx.Bind) -> Iterator[ir.Stmt]:
+def bind(decoder: Decoding, stmt: tirx.Bind) -> Iterator[ir.Stmt]:
     """A variable bound to what a ``tl.simd`` operation gives.
 
     A load that also advances its pointer gives a pair: the register, and the pointer as it is afterwards.
