@@ -62,8 +62,8 @@ class Dimensions:
       rule: in Shardy's notation, for example ``"b s h d, p g d, b n, b -> b s h v, b h s"``.
       parallel: those that devices may share out, for example ``"b h"``: the operation on a part is the operation
         itself, without communication. Every device has the whole of all others.
-      summed: those that devices may share out because the operation is a sum over them: what the operation makes of
-        the parts is added up.
+      summed: those that devices may share out because results that lack them are sums over them: what the operation
+        makes of the parts is added up.
     """
 
     rule: str
@@ -94,10 +94,13 @@ class Dimensions:
         specs = [jax.P(*map(chosen.get, names)) for names in terms]
         return tuple(specs[: len(self.operands)]), tuple(specs[len(self.operands) :])
 
-    def summed_over(self, *given: Sequence) -> tuple[str, ...]:
-        """The mesh axes that a sum is shared out over; ``given`` as for :meth:`specs`."""
+    def sums(self, *given: Sequence) -> tuple[tuple[str, ...], ...]:
+        """For each result the mesh axes that parts of it are added up over; ``given`` as for :meth:`specs`."""
         chosen = self._chosen(given)
-        return tuple(axis for name in self.summed.split() for axis in axes(chosen.get(name)))
+        return tuple(
+            tuple(axis for name in self.summed.split() if name not in names for axis in axes(chosen.get(name)))
+            for names in self.results
+        )
 
     def _chosen(self, given: Sequence[Sequence]) -> dict[str, Any]:
         """How each dimension is sharded that is."""
@@ -178,7 +181,7 @@ def partitioned(
         return fn(*operands)
     if split is Split.TYPES:
         types = [jax.typeof(x) for x in operands]
-        mesh = next(t.sharding.mesh for t in types if not t.sharding.mesh.empty)
+        mesh = _mesh(*operands)
         undecided = [jax.P(*(None,) * len(names)) for names in Dimensions(rule, "").results]
         part = parts(*(Sharded(t.shape, t.sharding.spec) for t in types), *undecided)
         resharded = [
@@ -213,7 +216,7 @@ def over_mesh(
     dimensions: Dimensions,
     split: Split,
     *operands: jax.Array,
-    sum_of_parts: Callable[[tuple[str, ...]], Callable[..., Any]] | None = None,
+    sum_of_parts: Callable[..., Any],
 ) -> Any:
     """``fn(*operands)``, an operation that every device does on its part of the dimensions.
 
@@ -222,17 +225,41 @@ def over_mesh(
       dimensions: its dimensions.
       split: how the operands' shardings are known.
       *operands: the arrays.
-      sum_of_parts: from mesh axes, the function that each device calls instead of ``fn`` if summed dimensions are
-        sharded over these; it adds up what the devices have.
+      sum_of_parts: ``(over, *operands)``, what each device calls instead of ``fn`` where summed dimensions are sharded:
+        it adds up what the devices have, each result over the mesh axes that ``over`` has for it.
     """
 
     def parts(*sharded: Sharded | jax.P) -> Parts:
         given = [x.spec if isinstance(x, Sharded) else x for x in sharded]
         operand_specs, results = dimensions.specs(*given)
-        over = dimensions.summed_over(*given)
-        return Parts(sum_of_parts(over) if over else fn, results if len(results) > 1 else results[0], operand_specs)
+        over = dimensions.sums(*given)
+        local = partial(sum_of_parts, over) if any(over) else fn
+        return Parts(local, results if len(results) > 1 else results[0], operand_specs)
 
     return partitioned(fn, dimensions.rule, parts, split, *operands)
+
+
+def by_xla(fn: Callable[..., Any], dimensions: Dimensions, split: Split, *operands: jax.Array) -> Any:
+    """``fn(*operands)``, split by XLA itself; over Explicit mesh axes it is told the result's sharding.
+
+    Args:
+      fn: the operation, in JAX that XLA splits well.
+      dimensions: its dimensions.
+      split: how the operands' shardings are known.
+      *operands: the arrays.
+    """
+    if split is not Split.TYPES:
+        return fn(*operands)
+    mesh = _mesh(*operands)
+    _, (result,) = dimensions.specs(*(jax.typeof(x).sharding.spec for x in operands))
+    explicit = [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Explicit]
+    with jax.sharding.use_abstract_mesh(mesh):
+        return jax.sharding.auto_axes(fn, axes=tuple(explicit), out_sharding=result)(*operands)
+
+
+def _mesh(*operands: jax.Array) -> jax.sharding.AbstractMesh:
+    """The mesh of the operands' types."""
+    return next(mesh for x in operands if not (mesh := jax.typeof(x).sharding.mesh).empty)
 
 
 def _is_spec(x: object) -> bool:

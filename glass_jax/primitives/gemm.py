@@ -17,6 +17,7 @@ from jax import lax
 from jax.interpreters import ad
 
 from glass_jax import errors
+from glass_jax.lowering import partition
 from glass_jax.lowering.tiled import gemm as tiled
 from glass_jax.lowering.xla import gemm as formula
 from glass_jax.primitives import axes, checks, operation, products
@@ -111,7 +112,21 @@ def gemm(
         operands.append(_with_rank(_checked_bias(jnp.asarray(bias), dtype, batch, n), len(batch) + 1))
 
     params = Params.chosen(implementation, out_dtype=out_dtype, transpose_rhs=transpose_rhs, activation=activation)
+    _check_sharding(*map(jax.typeof, operands[:2]), params)
     return GEMM.bind(*operands, params=params)
+
+
+def _check_sharding(lhs, rhs, params: Params) -> None:
+    """Raises HardwareConstraintError if it is open which dimension of the result an Explicit mesh axis would shard."""
+    left, right = lhs.sharding.spec, rhs.sharding.spec
+    given = [*left[:-2], left[-2], right[-2 if params.transpose_rhs else -1]]
+    given += [b for a, b in zip(left[:-2], right[:-2], strict=True) if a is None]
+    names = [name for entry in given for name in partition.axes(entry)]
+    if len(set(names)) < len(names):
+        raise errors.HardwareConstraintError(
+            f"gemm: lhs {left} and rhs {right} would shard two dimensions of the result over one mesh axis; reshard "
+            "one operand with jax.sharding.reshard"
+        )
 
 
 def _checked_bias(bias: jax.Array, dtype: jnp.dtype, batch: tuple[int, ...], n: int) -> jax.Array:
@@ -140,38 +155,43 @@ def _product(lhs: jax.Array, rhs: jax.Array, params: Params, **changes: object) 
     return GEMM.bind(lhs, rhs, params=dataclasses.replace(params, activation=None, **changes))
 
 
-# --- abstract evaluation -------------------------------------------------------------------------------------------
+# --- abstract evaluation and dimensions ----------------------------------------------------------------------------
 
 
-def _abstract_eval(lhs, rhs, *bias, params: Params):
-    m = lhs.shape[-1 if params.transpose_lhs else -2]
+def _extents(lhs, rhs, params: Params) -> tuple[tuple[int, ...], int, int, int]:
+    """The batch dimensions, M, N and K."""
+    m, k = lhs.shape[-2:][::-1] if params.transpose_lhs else lhs.shape[-2:]
     n = rhs.shape[-2 if params.transpose_rhs else -1]
-    k = lhs.shape[-2 if params.transpose_lhs else -1]
-    batch = np.broadcast_shapes(lhs.shape[:-2], rhs.shape[:-2])
-    if params.implementation in ("npu_model", "ascend") and jnp.dtype(jnp.float64) in (lhs.dtype, params.out_dtype):
-        raise errors.UnsupportedError(
-            f"gemm: the NPU's cube unit has no float64 (implementation={params.implementation!r}): cast to float32"
-        )
+    return jnp.broadcast_shapes(lhs.shape[:-2], rhs.shape[:-2]), m, n, k
+
+
+def _abstract_eval(lhs, rhs, *bias, params: Params) -> jax.ShapeDtypeStruct:
+    batch, m, n, k = _extents(lhs, rhs, params)
     if params.alignment == "strict":
         tiled.check_alignment(m, n, k, lhs.dtype, rhs.dtype, params)
-    return lhs.update(
-        shape=(*batch, m, n), dtype=params.out_dtype, weak_type=False, sharding=_sharding(lhs, rhs, params)
-    )
+    return jax.ShapeDtypeStruct((*batch, m, n), params.out_dtype)
 
 
-def _sharding(lhs, rhs, params: Params) -> jax.NamedSharding:
-    """Sharding of the result over Explicit mesh axes: batch and M as in lhs, N as in rhs, K summed away."""
-    left, right = tuple(lhs.sharding.spec), tuple(rhs.sharding.spec)
-    spec = [a if a is not None else b for a, b in zip(left[:-2], right[:-2], strict=True)]
-    spec += [left[-1 if params.transpose_lhs else -2], right[-2 if params.transpose_rhs else -1]]
-    names = [name for entry in spec if entry is not None for name in (entry if isinstance(entry, tuple) else (entry,))]
-    if len(set(names)) < len(names):
-        raise errors.HardwareConstraintError(
-            f"gemm: lhs {jax.P(*left)} and rhs {jax.P(*right)} would shard two dimensions of the result over one mesh "
-            "axis; reshard one operand with jax.sharding.reshard"
-        )
-    mesh = lhs.sharding.mesh if not lhs.sharding.mesh.empty else rhs.sharding.mesh
-    return jax.NamedSharding(mesh, jax.P(*spec))
+def _dimensions(lhs, rhs, *bias, params: Params) -> partition.Dimensions:
+    batch, *_ = _extents(lhs, rhs, params)
+
+    def names(tag, x, last):
+        return " ".join([*partition.broadcast("b", tag, x.shape, batch), last])
+
+    terms = [
+        names("l", lhs, "k m" if params.transpose_lhs else "m k"),
+        names("r", rhs, "n k" if params.transpose_rhs else "k n"),
+        *(names("c", x, "n") for x in bias),
+    ]
+    result = " ".join([*(f"b{d}" for d in range(len(batch))), "m n"])
+    return partition.Dimensions(f"{', '.join(terms)} -> {result}", parallel=result, summed="k")
+
+
+def _sum_of_parts(fn, over, lhs, rhs, *bias, params: Params) -> jax.Array:
+    """Where devices share out K, bias and activation come once, after the sum."""
+    sums = dataclasses.replace(params, activation=None, out_dtype=formula.accumulator(lhs.dtype))
+    total = lax.psum(fn(lhs, rhs, params=sums), over[0])
+    return formula.finish(total, *bias or [None], activation=params.activation, out_dtype=params.out_dtype)
 
 
 # --- transformations -----------------------------------------------------------------------------------------------
@@ -254,16 +274,19 @@ def _batch(operands, dims, *, params: Params):
 # --- implementations and registration ------------------------------------------------------------------------------
 
 
-def _formula(*operands, params: Params, explicit: jax.NamedSharding | None) -> jax.Array:
-    return formula.gemm(*operands, out_sharding=explicit, **params.statics)
+def _formula(*operands, params: Params) -> jax.Array:
+    return formula.gemm(*operands, **params.statics)
 
 
 GEMM = operation.Operation(
     "gemm",
     abstract_eval=_abstract_eval,
+    dimensions=_dimensions,
     formula=_formula,
     tiled=tiled.gemm,
     batch=_batch,
     jvp=_jvp,
     transpose=_transpose,
+    sum_of_parts=_sum_of_parts,
+    formula_by_xla=True,
 )

@@ -59,21 +59,22 @@ class Operation:
 
     Args:
       name: the operation's public name; its primitive is ``glass_<name>``.
-      abstract_eval: ``(*avals, params) -> jax.ShapeDtypeStruct``, after every check that shapes and dtypes allow. With
-        ``dimensions`` the results' sharding is added; without them the rule returns complete abstract values.
-      formula: ``(*operands, params) -> array``, the implementation ``"xla"``. Without ``dimensions`` it also takes
-        ``explicit``, the sharding that the result must have if mesh axes are Explicit, else None.
-      tiled: ``(*operands, params) -> array``, the implementations that run the tile kernel: ``"npu_model"`` and
-        ``"ascend"``, told apart by ``params.implementation``. Without ``dimensions`` it also takes ``split`` and splits
-        itself over the mesh.
+      abstract_eval: ``(*avals, params) -> jax.ShapeDtypeStruct``, after every check that shapes and dtypes allow. How
+        the result is sharded follows from ``dimensions``.
+      dimensions: ``(*avals, params) -> partition.Dimensions``: how all implementations are split over a mesh.
+      formula: ``(*operands, params) -> array``, the implementation ``"xla"``.
+      tiled: ``(*operands, params) -> array``, the implementations that run the tile kernel, told apart by
+        ``params.implementation``. Like the formula it sees the arrays of one device.
       batch: rule of ``vmap``, ``(operands, dims, params) -> (array, dim)``.
-      dimensions: ``(*avals, params) -> partition.Dimensions``: how both implementations are split over a mesh. With
-        ``summed`` dimensions the type of the one result is ``params.out_dtype``.
       multiple_results: whether the operation has several results.
       derivative: ``(*operands, params) -> array``, the operation in JAX that has derivatives. They become the
         operation's; the value stays the implementation's.
       jvp: rule of forward differentiation, where ``derivative`` does not serve.
       transpose: rule of reverse differentiation of the linear part, or None.
+      sum_of_parts: ``(fn, over, *operands, params) -> array``: the result where devices share out summed dimensions,
+        added up over mesh axes (for each result those in ``over``). ``fn`` is the formula or the kernel. By default
+        parts have the type that products are summed in, and their sum is rounded to ``params.out_dtype``.
+      formula_by_xla: the formula is JAX that XLA splits over a mesh as well as we could, so that it is left to it.
     """
 
     def __init__(
@@ -81,21 +82,25 @@ class Operation:
         name: str,
         *,
         abstract_eval: Callable,
+        dimensions: Callable[..., partition.Dimensions],
         formula: Callable,
         tiled: Callable,
         batch: Callable,
-        dimensions: Callable[..., partition.Dimensions] | None = None,
         multiple_results: bool = False,
         derivative: Callable | None = None,
         jvp: Callable | None = None,
         transpose: Callable | None = None,
+        sum_of_parts: Callable | None = None,
+        formula_by_xla: bool = False,
     ):
         self.name = name
-        self._abstract_eval, self._formula, self._tiled, self._dimensions = abstract_eval, formula, tiled, dimensions
+        self._abstract_eval, self._dimensions = abstract_eval, dimensions
+        self._formula, self._tiled = formula, tiled
+        self._sum_of_parts, self._formula_by_xla = sum_of_parts or _rounded_sum, formula_by_xla
         self.primitive = p = Primitive(f"glass_{name}")
         p.multiple_results = multiple_results
         p.def_impl(jax.jit(functools.partial(_rebind, p), static_argnames=("params", "devices")))
-        p.def_abstract_eval(_without_devices(abstract_eval if dimensions is None else self._abstract))
+        p.def_abstract_eval(_without_devices(self._abstract))
         batching.primitive_batchers[p] = _without_devices(batch)
         if derivative is not None:
             jvp = functools.partial(self._differentiate, derivative)
@@ -110,7 +115,7 @@ class Operation:
         """Applies the operation to operands that vary over the same manual mesh axes, made so where they do not."""
         # Where types tell, no lowering needs the devices, and there may be none: the mesh may be an AbstractMesh.
         may_ask = not partition.types_tell(jax.sharding.get_abstract_mesh())
-        asks = may_ask and (self._dimensions or params.implementation == "npu_model")
+        asks = may_ask and not (self._formula_by_xla and params.implementation != "npu_model")
         devices = _asks_for_devices() if asks else None
         out = self.primitive.bind(*axes.vary_alike(*operands), params=params, devices=devices)
         return tuple(out) if self.primitive.multiple_results else out
@@ -148,28 +153,25 @@ class Operation:
         implementation = params.implementation or default
         split = partition.split_of(ctx)
         partition.check_ascend(self.name, implementation, default, split)
-        chosen = self._formula if implementation == "xla" else self._tiled
         params = dataclasses.replace(params, implementation=implementation)
+        chosen = self._formula if implementation == "xla" else self._tiled
         fn = functools.partial(chosen, params=params)
-        if self._dimensions is not None:
-            dimensions = self._dimensions(*ctx.avals_in, params=params)
-            sums = functools.partial(_sum_of_parts, chosen, params) if dimensions.summed else None
-            fn = functools.partial(partition.over_mesh, fn, dimensions, split, sum_of_parts=sums)
-        elif implementation == "xla":
-            explicit = any(axes.is_sharded(aval) for aval in ctx.avals_in)
-            fn = functools.partial(fn, explicit=ctx.avals_out[0].sharding if explicit else None)
+        dimensions = self._dimensions(*ctx.avals_in, params=params)
+        if implementation == "xla" and self._formula_by_xla:
+            fn = functools.partial(partition.by_xla, fn, dimensions, split)
         else:
-            fn = functools.partial(fn, split=split)
+            sums = functools.partial(self._sum_of_parts, chosen, params=params)
+            fn = functools.partial(partition.over_mesh, fn, dimensions, split, sum_of_parts=sums)
         # Inside shard_map operands vary over mesh axes, and the carries of a loop would have to start as such: what a
         # formula computes is of one device, whatever the others do.
         ctx = ctx.replace(avals_in=[_invariant(aval) for aval in ctx.avals_in])
         return mlir.lower_fun(fn, multiple_results=self.primitive.multiple_results)(ctx, *operands)
 
 
-def _sum_of_parts(fn: Callable, params: Any, over: tuple[str, ...]) -> Callable:
-    """``fn`` of parts whose results are added up over mesh axes, in the type that products are summed in."""
+def _rounded_sum(fn: Callable, over: tuple[tuple[str, ...], ...], *operands: jax.Array, params: Any) -> jax.Array:
+    """``fn`` of parts, added up over mesh axes in the type that products are summed in, then rounded."""
     wide = dataclasses.replace(params, out_dtype=accumulator(params.out_dtype))
-    return lambda *operands: lax.psum(fn(*operands, params=wide), over).astype(params.out_dtype)
+    return lax.psum(fn(*operands, params=wide), over[0]).astype(params.out_dtype)
 
 
 def _invariant(aval: Any) -> Any:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from glass_jax import errors
-from glass_jax.lowering import partition
-from glass_jax.lowering.tiled import swiglu as tiled
+from glass_jax.lowering.tilelang.kernels.swiglu import SwigluKernel
 from glass_jax.lowering.xla import swiglu as formula
-from glass_jax.primitives import axes, checks
-from glass_jax.primitives.operation import Operation, Params
+from glass_jax.primitives import checks, elementwise
+from glass_jax.primitives.operation import Params
 
 
 def swiglu(gate: jax.typing.ArrayLike, up: jax.typing.ArrayLike, *, implementation: str | None = None) -> jax.Array:
@@ -44,31 +42,4 @@ def swiglu(gate: jax.typing.ArrayLike, up: jax.typing.ArrayLike, *, implementati
     return SWIGLU.bind(gate, up, params=Params.chosen(implementation))
 
 
-def _abstract_eval(gate, up, *, params: Params) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(gate.shape, gate.dtype)
-
-
-def _dimensions(gate, up, *, params: Params) -> partition.Dimensions:
-    names = " ".join(f"d{d}" for d in range(gate.ndim))
-    return partition.Dimensions(f"{names}, {names} -> {names}", parallel=names)
-
-
-def _batch(operands, dims, *, params: Params):
-    gate, up = axes.lead(operands, dims)
-    shape = np.broadcast_shapes(gate.shape, up.shape)
-    return SWIGLU.bind(jnp.broadcast_to(gate, shape), jnp.broadcast_to(up, shape), params=params), 0
-
-
-def _swiglu(gate, up, *, params: Params) -> jax.Array:
-    return formula.swiglu(gate, up)
-
-
-SWIGLU = Operation(
-    "swiglu",
-    abstract_eval=_abstract_eval,
-    formula=_swiglu,
-    tiled=tiled.swiglu,
-    batch=_batch,
-    dimensions=_dimensions,
-    derivative=_swiglu,
-)
+SWIGLU = elementwise.operation(formula.swiglu, SwigluKernel)

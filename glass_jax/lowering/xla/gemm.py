@@ -43,7 +43,6 @@ def gemm(
     transpose_rhs: bool = False,
     activation: str | None = None,
     out_dtype: jax.typing.DTypeLike,
-    out_sharding: jax.sharding.Sharding | None = None,
 ) -> jax.Array:
     """``activation(lhs @ rhs + bias)``, summed in :func:`accumulator` of the operands and rounded once.
 
@@ -56,7 +55,6 @@ def gemm(
       transpose_rhs: the last two dimensions of ``rhs`` are exchanged.
       activation: see :func:`activate`.
       out_dtype: type of the result.
-      out_sharding: sharding of the result, where mesh axes are Explicit.
 
     Returns:
       ``[*batch, M, N]``.
@@ -72,10 +70,6 @@ def gemm(
     lhs_kept = [d for d in range(ndim) if d not in rhs_only]
     rhs_kept = [d for d in range(ndim) if d not in lhs_only]
     product_dims = shared + lhs_only + [ndim - 2] + rhs_only + [ndim - 1]
-    product_sharding = None
-    if out_sharding is not None:
-        spec = out_sharding.spec
-        product_sharding = jax.NamedSharding(out_sharding.mesh, jax.P(*(spec[d] for d in product_dims)))
     # XLA:CPU converts 16-bit operands to float32 before a product with a 16-bit result: always ask for the accumulator.
     product = lax.dot_general(
         lax.squeeze(operand(lhs), rhs_only),
@@ -85,9 +79,15 @@ def gemm(
             ([lhs_kept.index(d) for d in shared], [rhs_kept.index(d) for d in shared]),
         ),
         preferred_element_type=accumulator(lhs.dtype),
-        out_sharding=product_sharding,
     )
     product = lax.transpose(product, [product_dims.index(d) for d in range(ndim)])
+    return finish(product, bias, activation=activation, out_dtype=out_dtype)
+
+
+def finish(
+    product: jax.Array, bias: jax.Array | None, *, activation: str | None, out_dtype: jax.typing.DTypeLike
+) -> jax.Array:
+    """What :func:`gemm` makes of the sums of products, all of K being in them."""
     if bias is not None:
         product = product + jnp.expand_dims(bias, -2)
     return activate(product, activation).astype(out_dtype)
