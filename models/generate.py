@@ -11,7 +11,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+import numbers
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -101,7 +102,8 @@ class Generator:
         pages_of_part = rows_of_part * pages_of_row if pages is None else _ceil_div(pages, parts)
         ranges = [range(part * pages_of_part, (part + 1) * pages_of_part) for part in range(parts)]
         self._allocators = [PageAllocator(pages) for pages in ranges]
-        self._rows_of_part = rows_of_part
+        self._rows_of_part, self._pages_of_part = rows_of_part, pages_of_part
+        self._vocabulary = model.config.vocab_size
         self._model = nnx.split(model)
         self._cache = model.empty_cache(parts * pages_of_part, page_size)
         self._table = np.zeros((parts * rows_of_part, pages_of_row), np.int32)
@@ -117,17 +119,21 @@ class Generator:
         prompts: Sequence[Sequence[int]],
         *,
         max_new_tokens: int,
-        eos_id: int | None = None,
+        eos_id: int | Sequence[int] | None = None,
         temperature: float = 0.0,
+        top_p: float = 1.0,
         key: jax.Array | None = None,
     ) -> list[list[int]]:
         """Continues each prompt.
 
+        :func:`models.hf_generation.generation_from_hf` has the options that a published model comes with.
+
         Args:
           prompts: token numbers, at least one in each.
           max_new_tokens: how many to draw at most.
-          eos_id: a token that ends a continuation, and is its last. None: there is none.
+          eos_id: a token that ends a continuation, and is its last, or several of them. None: there is none.
           temperature: what scores are divided by before a token is drawn; 0: the token of the highest score.
+          top_p: a token is drawn from as few of the most probable ones as have this share together; more than 0.
           key: random key, if ``temperature`` is not 0. What is drawn depends on it, the prompt's place among the
             prompts and the token's, and not on what else is in the batch.
 
@@ -135,34 +141,69 @@ class Generator:
           The tokens after each prompt.
 
         Raises:
-          ValueError: a prompt is empty or does not fit.
+          ValueError: before anything is computed: a prompt is empty, holds what is no number of a token, or can never
+            fit; an option has no meaning.
         """
-        for i, prompt in enumerate(prompts):
-            self._check(i, len(prompt), max_new_tokens)
+        if not _is_integer(max_new_tokens) or max_new_tokens < 1:
+            raise ValueError(f"{max_new_tokens=} must be an integer, 1 or more")
+        if not 0 <= temperature < float("inf"):
+            raise ValueError(f"{temperature=} must be a number, 0 or more: scores are divided by it")
+        if not 0 < top_p <= 1:
+            raise ValueError(f"{top_p=} must be more than 0 and at most 1: it is a share of the probability")
         if temperature and key is None:
             raise ValueError(f"{temperature=} draws at random: pass key=jax.random.key(seed)")
-        draw = functools.partial(_draw, key=jax.random.key(0) if key is None else key, temperature=temperature)
-        sequences = [_Sequence(i, np.asarray(prompt, np.int32)) for i, prompt in enumerate(prompts)]
+        ends = () if eos_id is None else (eos_id,) if _is_integer(eos_id) else eos_id
+        ends = set(self._tokens("eos_id", ends).tolist())
+        sequences = [_Sequence(i, self._tokens(f"prompt {i}", prompt)) for i, prompt in enumerate(prompts)]
+        for sequence in sequences:
+            self._check(sequence, max_new_tokens)
+        options = {"temperature": float(temperature), "top_p": float(top_p)}
+        draw = functools.partial(_draw, key=jax.random.key(0) if key is None else key, **options)
         waiting = collections.deque(sequences)
-        while waiting or any(self._rows):
-            if new := self._admit(waiting, max_new_tokens):
-                self._advance(new, self._prefill(new), draw)
-            else:
-                rows = [row for row, sequence in enumerate(self._rows) if sequence]
-                self._advance(rows, self._decode(), draw)
-            self._release(max_new_tokens, eos_id)
+        try:
+            while waiting or any(self._rows):
+                if new := self._admit(waiting, max_new_tokens):
+                    self._advance(new, self._prefill(new), draw)
+                else:
+                    rows = [row for row, sequence in enumerate(self._rows) if sequence]
+                    self._advance(rows, self._decode(), draw)
+                self._release(lambda drawn: len(drawn) == max_new_tokens or drawn[-1] in ends)
+        finally:  # an interruption, too, leaves no sequence behind
+            self._release(lambda drawn: True)
         return [sequence.drawn for sequence in sequences]
 
-    def _check(self, number: int, length: int, max_new_tokens: int) -> None:
+    def _tokens(self, what: str, given: Sequence[int]) -> np.ndarray:
+        """``given`` as an array, if each of them is the number of a token."""
+        values = np.asarray(given)
+        if values.size == 0:
+            return np.zeros(0, np.int32)
+        if values.ndim != 1 or values.dtype.kind not in "iu":
+            raise ValueError(
+                f"{what} is {values.dtype} of shape {values.shape}, expected numbers of tokens: a row of integers"
+            )
+        outside = values[(values < 0) | (values >= self._vocabulary)]
+        if outside.size:
+            raise ValueError(f"{what} holds {outside[0]}, and the model has tokens 0 to {self._vocabulary - 1}")
+        return values.astype(np.int32)
+
+    def _check(self, sequence: _Sequence, max_new_tokens: int) -> None:
+        number, length = sequence.number, len(sequence.prompt)
         if length == 0:
             raise ValueError(f"prompt {number} is empty: begin it with a token, such as the model's own first one")
-        if max_new_tokens < 1:
-            raise ValueError(f"{max_new_tokens=} must be 1 or more")
         if length + max_new_tokens > self.max_length:
             raise ValueError(
                 f"prompt {number} has {length} tokens, {length + max_new_tokens} with {max_new_tokens=}: "
                 f"more than max_length={self.max_length}"
             )
+        needed, most = self._pages_of(sequence, max_new_tokens), self._pages_of_part
+        if needed > most:
+            raise ValueError(
+                f"prompt {number} needs {needed} pages and a device has {most}: make a Generator with more pages"
+            )
+
+    def _pages_of(self, sequence: _Sequence, max_new_tokens: int) -> int:
+        """Pages of the longest continuation, the last token of which is never stored."""
+        return _ceil_div(len(sequence.prompt) + max_new_tokens - 1, self._page_size)
 
     def _admit(self, waiting: collections.deque[_Sequence], max_new_tokens: int) -> list[int]:
         """Gives rows and pages to the prompts that wait, in order, as far as there are; the rows."""
@@ -171,7 +212,7 @@ class Generator:
             if occupant is not None or not waiting:
                 continue
             # The pages of the longest continuation are set aside at once, so that no sequence stops half-way.
-            count = _ceil_div(len(waiting[0].prompt) + max_new_tokens - 1, self._page_size)
+            count = self._pages_of(waiting[0], max_new_tokens)
             allocator = self._allocator(row)
             if count <= allocator.available:
                 sequence = self._rows[row] = waiting.popleft()
@@ -179,9 +220,6 @@ class Generator:
                 self._table[row] = sequence.pages[0]  # entries past the end name a page of the row's own device
                 self._table[row, :count] = sequence.pages
                 new.append(row)
-        if waiting and not any(self._rows):
-            available = max(allocator.available for allocator in self._allocators)
-            raise ValueError(f"prompt {waiting[0].number} needs {count} pages and a device has {available}")
         return new
 
     def _allocator(self, row: int) -> PageAllocator:
@@ -215,10 +253,10 @@ class Generator:
         for row in rows:
             self._rows[row].drawn.append(int(drawn[row]))
 
-    def _release(self, max_new_tokens: int, eos_id: int | None) -> None:
-        """Takes rows and pages back from the sequences that are done."""
+    def _release(self, done: Callable[[list[int]], bool]) -> None:
+        """Takes rows and pages back from the sequences that are ``done``, by what they have drawn."""
         for row, sequence in enumerate(self._rows):
-            if sequence and (len(sequence.drawn) == max_new_tokens or sequence.drawn[-1] == eos_id):
+            if sequence and done(sequence.drawn):
                 self._allocator(row).give_back(sequence.pages)
                 self._rows[row] = None
 
@@ -234,13 +272,31 @@ def _decode_step(graphdef, state, tokens, lengths, cache, table):
     return scores[:, 0], cache
 
 
-@functools.partial(jax.jit, static_argnames="temperature")
-def _draw(scores: jax.Array, numbers: jax.Array, places: jax.Array, *, key: jax.Array, temperature: float) -> jax.Array:
+@functools.partial(jax.jit, static_argnames=("temperature", "top_p"))
+def _draw(
+    scores: jax.Array, numbers: jax.Array, places: jax.Array, *, key: jax.Array, temperature: float, top_p: float
+) -> jax.Array:
     """A token for each row of ``scores`` ``[rows, V]``, by a key of the sequence and the place of the token in it."""
     if temperature == 0:
         return jnp.argmax(scores, axis=-1)
+    scores = scores / temperature
+    if top_p < 1:
+        scores = _most_probable(scores, top_p)
     keys = jax.vmap(lambda number, place: jax.random.fold_in(jax.random.fold_in(key, number), place))(numbers, places)
-    return jax.vmap(jax.random.categorical)(keys, scores / temperature)
+    return jax.vmap(jax.random.categorical)(keys, scores)
+
+
+def _most_probable(scores: jax.Array, share: float) -> jax.Array:
+    """``scores`` ``[rows, V]``, -inf but for the fewest of the most probable tokens that have ``share`` together."""
+    order = jnp.argsort(scores, axis=-1, descending=True)
+    ordered = jax.nn.softmax(jnp.take_along_axis(scores, order, axis=-1), axis=-1)
+    kept = jnp.cumsum(ordered, axis=-1) - ordered < share  # what those before it have together is not enough
+    place = jnp.argsort(order, axis=-1)
+    return jnp.where(jnp.take_along_axis(kept, place, axis=-1), scores, -jnp.inf)
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def _ceil_div(a: int, b: int) -> int:

@@ -11,7 +11,7 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import jax
@@ -22,13 +22,12 @@ from jax.typing import DTypeLike
 
 from glass_jax.nn import MeshAxes
 from glass_jax.nn.mesh import DEFAULT_AXES
-from models import parameters
+from models import block_scales, parameters
 from models.deepseek import DeepSeek, DeepSeekConfig
-from models.hf_config import config_from_hf, config_to_hf
-from models.safetensors import Checkpoint, save
+from models.hf_config import config_from_hf, config_to_hf, dtype_from_hf
+from models.safetensors import Checkpoint, read_json, save
 
-_FP8_BLOCK = 128  # rows and columns that share a scale in the published fp8 weights
-_NO_PARAMETER = re.compile(r"rotary_emb\.inv_freq$|_scale_inv$")
+_NO_PARAMETER = re.compile(r"rotary_emb\.inv_freq$")
 _FILE_BYTES = 5 * 10**9
 
 
@@ -39,7 +38,8 @@ def load_hf(
 
     Args:
       path: a folder with ``config.json`` and ``model.safetensors``, or several files with their index. Weights in fp8
-        with a scale for each block of 128 by 128, as V3 is published, are multiplied out.
+        with a scale for each block, as V3 is published, are multiplied out; how large a block is says
+        ``quantization_config`` in ``config.json``, else it is 128 by 128.
       dtype: of activations and parameters; None: what ``config.json`` says, else float32.
       axes: mesh axes by role.
 
@@ -48,26 +48,30 @@ def load_hf(
 
     Raises:
       UnsupportedError: another kind of model, or an option that is not supported.
-      ValueError: tensors are missing, have other shapes, or are left over.
+      FileNotFoundError: files are missing.
+      ValueError: tensors or scales are missing, have other shapes or types, or are left over; a file is damaged.
     """
     path = pathlib.Path(path)
-    raw = json.loads((path / "config.json").read_text())
-    config = config_from_hf(raw)
-    dtype = jnp.dtype(dtype or raw.get("dtype") or raw.get("torch_dtype") or "float32")
+    raw = read_json(path / "config.json")
+    config, block = config_from_hf(raw), block_scales.block_of(raw)
+    dtype = dtype_from_hf(raw) if dtype is None else jnp.dtype(dtype)
     abstract = nnx.eval_shape(lambda: DeepSeek(config, dtype=dtype, axes=axes, rngs=nnx.Rngs(0)))
     graphdef, state = nnx.split(abstract)
     checkpoint, sources, expected = Checkpoint(path), _sources(config), {}
     variables = {parameters.dotted(place): variable for place, variable in nnx.to_flat_state(state)}
     for name, variable in variables.items():
         expected |= sources[name].tensors(variable.get_value().shape)
-    _check(checkpoint, expected, config)
+    _check(checkpoint, expected, config, block)
+
+    def part(tensor: str, index: Index) -> np.ndarray:
+        return block_scales.read(checkpoint, tensor, index, block)
 
     def load(name: str, variable: nnx.Variable) -> jax.Array:
         source, leaf = sources[name], variable.get_value()
 
         def read(index: Index) -> np.ndarray:
             index = tuple(slice(*each.indices(size)) for each, size in zip(index, leaf.shape, strict=True))
-            return np.ascontiguousarray(source.read(checkpoint, index), leaf.dtype)
+            return np.ascontiguousarray(source.read(part, index), leaf.dtype)
 
         return jax.make_array_from_callback(leaf.shape, _sharding(variable), read)
 
@@ -104,7 +108,10 @@ def save_hf(path: str | os.PathLike, model: DeepSeek, *, max_file_bytes: int = _
 
 
 Index = tuple[slice, ...]
-"""A part of a parameter: a slice with both ends of each dimension."""
+"""A part of a parameter or tensor: a slice with both ends of each dimension."""
+
+Part = Callable[[str, Index], np.ndarray]
+"""Reads a part of the tensor of a name."""
 
 
 class _Source(Protocol):
@@ -113,7 +120,7 @@ class _Source(Protocol):
     def tensors(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the tensors that a parameter of ``shape`` is made of."""
 
-    def read(self, checkpoint: Checkpoint, index: Index) -> np.ndarray:
+    def read(self, part: Part, index: Index) -> np.ndarray:
         """The part ``index`` of the parameter."""
 
     def write(self, value: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
@@ -129,8 +136,8 @@ class _Same:
     def tensors(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         return {self.name: shape}
 
-    def read(self, checkpoint: Checkpoint, index: Index) -> np.ndarray:
-        return checkpoint[self.name][index]
+    def read(self, part: Part, index: Index) -> np.ndarray:
+        return part(self.name, index)
 
     def write(self, value: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
         yield self.name, value
@@ -145,8 +152,8 @@ class _Transposed:
     def tensors(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         return {self.name: shape[::-1]}
 
-    def read(self, checkpoint: Checkpoint, index: Index) -> np.ndarray:
-        return _read(checkpoint, self.name, *index[::-1]).T
+    def read(self, part: Part, index: Index) -> np.ndarray:
+        return part(self.name, index[::-1]).T
 
     def write(self, value: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
         yield self.name, value.T
@@ -162,10 +169,10 @@ class _Experts:
         experts, k, n = shape
         return {self.name.format(expert): (n, k) for expert in range(experts)}
 
-    def read(self, checkpoint: Checkpoint, index: Index) -> np.ndarray:
+    def read(self, part: Part, index: Index) -> np.ndarray:
         experts, k, n = index
         names = [self.name.format(expert) for expert in range(experts.start, experts.stop)]
-        return np.stack([_read(checkpoint, name, n, k).T for name in names])
+        return np.stack([part(name, (n, k)).T for name in names])
 
     def write(self, value: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
         for expert, kernel in enumerate(value):
@@ -184,10 +191,10 @@ class _HeadPart:
     def tensors(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         return {self.name: (shape[0] * self.rows, shape[1])}
 
-    def read(self, checkpoint: Checkpoint, index: Index) -> np.ndarray:
+    def read(self, part: Part, index: Index) -> np.ndarray:
         heads, c, n = index
         rows = slice(heads.start * self.rows, heads.stop * self.rows)
-        whole = _read(checkpoint, self.name, rows, c)
+        whole = part(self.name, (rows, c))
         return whole.reshape(-1, self.rows, whole.shape[1])[:, self.begin : self.end][:, n].transpose(0, 2, 1)
 
     def write(self, value: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
@@ -257,18 +264,9 @@ def _mixture(here: str, there: str, config: DeepSeekConfig) -> dict[str, _Source
     return sources
 
 
-def _read(checkpoint: Checkpoint, name: str, rows: slice, columns: slice) -> np.ndarray:
-    """A part of a matrix, multiplied by its blocks' scales if it has any."""
-    values, scales = checkpoint[name][rows, columns], checkpoint.get(f"{name}_scale_inv")
-    if scales is None:
-        return values
-    row, column = (
-        np.arange(size)[each] // _FP8_BLOCK for size, each in zip(checkpoint[name].shape, (rows, columns), strict=True)
-    )
-    return values.astype(np.float32) * scales[np.ix_(row, column)]
-
-
-def _check(checkpoint: Checkpoint, expected: dict[str, tuple[int, ...]], config: DeepSeekConfig) -> None:
+def _check(
+    checkpoint: Checkpoint, expected: dict[str, tuple[int, ...]], config: DeepSeekConfig, block: tuple[int, int]
+) -> None:
     """Raises ValueError unless the files hold what the model needs and nothing else."""
     problems = [f"{name} is missing" for name in expected if name not in checkpoint]
     for name, value in checkpoint.items():
@@ -276,7 +274,10 @@ def _check(checkpoint: Checkpoint, expected: dict[str, tuple[int, ...]], config:
         if name in expected:
             if value.shape != expected[name]:
                 problems.append(f"{name} is {value.shape}, expected {expected[name]}")
-        elif not _NO_PARAMETER.search(name) and (layer is None or int(layer[1]) < config.num_hidden_layers):
+            problems.extend(block_scales.problems(checkpoint, name, block))
+        elif name.removesuffix(block_scales.SUFFIX) in expected or _NO_PARAMETER.search(name):
+            continue
+        elif layer is None or int(layer[1]) < config.num_hidden_layers:
             problems.append(f"{name} belongs to no parameter")
     if problems:
         listed = "\n  ".join(problems[:10])

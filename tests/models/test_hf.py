@@ -79,11 +79,41 @@ def test_both_spellings_of_the_rotation():
         ({"attention_bias": True}, "attention_bias=True"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
+        ({"scoring_func": "softmax"}, "scoring_func='softmax' is not supported in a deepseek_v3; 'sigmoid' is"),
+        ({"topk_method": "greedy"}, "topk_method='greedy'"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq=2"),
+        ({"mlp_layer_types": ["dense", "sparse", "dense"]}, "the first 1 of 3 layers"),
+        ({"model_type": "deepseek_v2"}, "scoring_func='sigmoid' is not supported in a deepseek_v2"),
+        ({"model_type": "deepseek_v2", "scoring_func": "softmax", "topk_method": "noaux_tc"}, "topk_method='noaux_tc'"),
+        (
+            {"model_type": "deepseek_v2", "scoring_func": "softmax", "topk_method": "greedy", "norm_topk_prob": True},
+            "norm_topk_prob=True is not supported in a deepseek_v2",
+        ),
     ],
 )
 def test_what_cannot_be_read(change, message):
     with pytest.raises(errors.UnsupportedError, match=message):
         config_from_hf(config_to_hf(TINY) | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": ..., "v_head_dim": ...}, "of a deepseek_v3 lacks hidden_size, v_head_dim"),
+        ({"model_type": "deepseek_v32"}, "of a deepseek_v32 lacks index_topk"),
+        ({"vocab_size": "many"}, "vocab_size='many', expected int"),
+        ({"num_hidden_layers": True}, "num_hidden_layers=True, expected int"),
+        ({"rope_scaling": {"type": "yarn"}}, "lacks factor"),
+    ],
+)
+def test_what_a_configuration_lacks(change, message):
+    raw = config_to_hf(TINY) | change
+    with pytest.raises(ValueError, match=message):
+        config_from_hf({name: value for name, value in raw.items() if value is not ...})
+
+
+def test_no_shared_experts():
+    assert config_from_hf(config_to_hf(TINY) | {"n_shared_experts": None}).n_shared_experts == 0
 
 
 # --- parameters ----------------------------------------------------------------------------------------------------
@@ -148,18 +178,74 @@ def test_dtypes(folder, tmp_path):
     assert_same(again, model)
 
 
-def test_blockwise_fp8(tmp_path):
-    """Weights of 8 bits with a scale for each block of 128 by 128, as V3 is published; ragged at the edges."""
-    config = dataclasses.replace(CONFIG, hidden_size=160, num_hidden_layers=1, intermediate_size=200)
-    save_hf(tmp_path, make(config))
-    tensors, name = dict(Checkpoint(tmp_path)), "model.layers.0.mlp.gate_proj.weight"
-    values = np.asarray(tensors[name] * 100, ml_dtypes.float8_e4m3fn)
-    scales = np.random.default_rng(0).uniform(0.5, 2, (2, 2)).astype(np.float32)
-    tensors |= {name: values, f"{name}_scale_inv": scales}
-    safetensors.save(tmp_path, [(key, np.array(value)) for key, value in tensors.items()], 10**9)
+WEIGHT = "model.layers.0.mlp.gate_proj.weight"  # [200, 160] in 8 bits below
+SCALES = f"{WEIGHT}_scale_inv"
+
+
+@pytest.fixture(scope="module")
+def fp8_tensors(tmp_path_factory):
+    """Tensors and config.json of a model with one weight in 8 bits, without its scales."""
+    path = tmp_path_factory.mktemp("fp8")
+    save_hf(path, make(dataclasses.replace(CONFIG, hidden_size=160, num_hidden_layers=1, intermediate_size=200)))
+    tensors = {name: np.array(value) for name, value in Checkpoint(path).items()}
+    tensors[WEIGHT] = np.asarray(tensors[WEIGHT] * 100, ml_dtypes.float8_e4m3fn)
+    return tensors, json.loads((path / "config.json").read_text())
+
+
+def write(path, tensors, raw, **quantization):
+    if quantization:
+        raw = raw | {"quantization_config": {"quant_method": "fp8"} | quantization}
+    (path / "config.json").write_text(json.dumps(raw))
+    safetensors.save(path, tensors.items(), 10**9)
+
+
+@pytest.mark.parametrize("block", [None, (128, 128), (64, 64), (16, 48)], ids=str)
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.float8_e8m0fnu], ids=["float32", "e8m0"])
+def test_blockwise_fp8(fp8_tensors, tmp_path, block, dtype):
+    """Scales of blocks as config.json says, else of 128 by 128, as V3 is published; ragged at the edges."""
+    tensors, raw = fp8_tensors
+    rows, columns = block or (128, 128)
+    grid = -(-200 // rows), -(-160 // columns)
+    scales = np.random.default_rng(0).uniform(0.5, 2, grid).astype(np.float32).astype(dtype)
+    write(tmp_path, tensors | {SCALES: scales}, raw, **({"weight_block_size": block} if block else {}))
     _, model = load_hf(tmp_path)
-    want = values.astype(np.float32) * np.kron(scales, np.ones((128, 128)))[:200, :160]
+    want = tensors[WEIGHT].astype(np.float64) * np.kron(scales.astype(np.float64), np.ones((rows, columns)))[:200, :160]
     np.testing.assert_allclose(model.blocks[0].mlp.gate.kernel[...], want.T, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, f"{WEIGHT} is float8_e4m3fn and its scales, {SCALES}, are missing"),
+        ({SCALES: np.ones((2, 2), np.float32)}, r"_scale_inv is \(2, 2\), expected \(4, 3\): one for .* 64 by 64 of"),
+        ({SCALES: np.ones((4, 3), np.int32)}, "_scale_inv is int32, expected float32 or float8_e8m0fnu"),
+        ({WEIGHT: np.ones((200, 160), np.float32), SCALES: np.ones((4, 3), np.float32)}, "which only fp8 weights have"),
+        ({WEIGHT: np.ones((200, 160), np.int8)}, f"{WEIGHT} is int8, expected floats"),
+        ({"model.norm.weight": np.ones(160, ml_dtypes.float8_e4m3fn)}, "model.norm.weight_scale_inv, are missing"),
+        ({"other_scale_inv": np.ones((4, 3), np.float32)}, "other_scale_inv belongs to no parameter"),
+    ],
+)
+def test_scales_that_do_not_fit(fp8_tensors, tmp_path, change, message):
+    tensors, raw = fp8_tensors
+    write(tmp_path, tensors | change, raw, weight_block_size=[64, 64])
+    with pytest.raises(ValueError, match=message):
+        load_hf(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "quantization", [{"quant_method": "awq"}, {"weight_block_size": None}, {"weight_block_size": [128]}], ids=str
+)
+def test_other_quantizations_are_refused(fp8_tensors, tmp_path, quantization):
+    write(tmp_path, *fp8_tensors, **quantization)
+    with pytest.raises(errors.UnsupportedError, match="quantization_config has"):
+        load_hf(tmp_path)
+
+
+def test_a_type_that_is_not_computed_in(folder, tmp_path):
+    tensors, raw = dict(Checkpoint(folder)), json.loads((folder / "config.json").read_text())
+    write(tmp_path, tensors, raw | {"torch_dtype": "float8_e4m3fn"})
+    with pytest.raises(errors.UnsupportedError, match="dtype='float8_e4m3fn'"):
+        load_hf(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -191,32 +277,15 @@ def test_layers_that_predict_further_tokens_are_left_out(model, folder, tmp_path
     assert_same(load_hf(tmp_path)[1], model)
 
 
-# --- files ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16", ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, "int64", "bool"])
-def test_tensors_come_back(tmp_path, dtype):
-    value = np.arange(12).reshape(3, 4).astype(dtype)
-    safetensors.save(tmp_path, [("a", value), ("none", value[:0]), ("scalar", value[1, 2])], 10**9)
-    tensors = Checkpoint(tmp_path)
-    assert len(tensors) == 3
-    np.testing.assert_array_equal(tensors["a"][1:, 2:], value[1:, 2:])
-    assert tensors["a"].dtype == np.dtype(dtype)
-    assert tensors["none"].shape == (0, 4)
-    assert tensors["scalar"].shape == ()
-
-
-def test_unknown_types_are_named(tmp_path):
-    header = json.dumps({"a": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}).encode()
-    (tmp_path / safetensors.SINGLE).write_bytes(len(header).to_bytes(8, "little") + header + b"\0")
-    with pytest.raises(ValueError, match="tensors of F4"):
-        Checkpoint(tmp_path)
-
-
-def test_the_formats_own_library_reads_them(tmp_path):
-    library = pytest.importorskip("safetensors.numpy", reason="the safetensors package comes with glass_jax[parity]")
-    value = np.arange(6, dtype=np.float32).reshape(2, 3)
-    safetensors.save(tmp_path, [("a", value), ("b", value.T)], 10**9)
-    tensors = library.load_file(tmp_path / safetensors.SINGLE)
-    np.testing.assert_array_equal(tensors["a"], value)
-    np.testing.assert_array_equal(tensors["b"], value.T)
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:01\n", "pointer of Git LFS"),
+        (b"{", "the file is no JSON"),
+        (b"[]", "holds a list, expected an object"),
+    ],
+)
+def test_a_damaged_configuration(tmp_path, text, message):
+    (tmp_path / "config.json").write_bytes(text)
+    with pytest.raises(ValueError, match=f"config.json.*{message}"):
+        load_hf(tmp_path)
