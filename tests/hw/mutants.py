@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 
-import programs as p
-
 from glass_jax.hw.ir import program as ir
 from glass_jax.hw.ir.program import Space
 from glass_jax.hw.order import sync
+from tests.hw import programs as p
 
 Change = Callable[[ir.Stmt], tuple[ir.Stmt, ...]]
 

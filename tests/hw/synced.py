@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import ml_dtypes
 import numpy as np
-import programs as p
 
 from glass_jax.hw.ir import program as ir
 from glass_jax.hw.ir.program import Space
+from tests.hw import programs as p
 
 GM, L1, L0A, L0B, L0C, UB = Space.GM, Space.L1, Space.L0A, Space.L0B, Space.L0C, Space.UB
 

@@ -1,14 +1,13 @@
 """Kernels with one mistake are reported, or give a wrong result on the model; good ones are not reported."""
 
 import jax
-import mutants
 import numpy as np
 import pytest
-import synced
 
 from glass_jax import errors
 from glass_jax.hw import chips, verifier
 from glass_jax.hw.model import executor
+from tests.hw import mutants, synced
 
 CHIP = chips.get("950DT")
 CASES = synced.all_cases()

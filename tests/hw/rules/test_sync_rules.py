@@ -2,9 +2,7 @@
 
 import dataclasses
 
-import programs as p
 import pytest
-import synced as s
 
 from glass_jax import errors
 from glass_jax.hw import chips, verifier
@@ -13,6 +11,8 @@ from glass_jax.hw.ir.program import Allocation
 from glass_jax.hw.model import executor
 from glass_jax.hw.order import ordering, pieces
 from glass_jax.hw.rules import bounds, sync
+from tests.hw import programs as p
+from tests.hw import synced as s
 
 CHIP = chips.get("950DT")
 X, Y = p.buffer("x", s.GM, (4, 64), "float32"), p.buffer("y", s.GM, (4, 64), "float32")

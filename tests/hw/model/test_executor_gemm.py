@@ -8,12 +8,12 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import programs
 import pytest
 
 from glass_jax.hw.ir import program as ir
 from glass_jax.hw.ir.program import Space
 from glass_jax.hw.model import executor
+from tests.hw import programs
 
 TILES = (32, 32, 32)
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}

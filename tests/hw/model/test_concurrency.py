@@ -4,14 +4,14 @@ import dataclasses
 
 import jax
 import numpy as np
-import programs as p
 import pytest
-import synced as s
 
 from glass_jax import errors
 from glass_jax.hw.ir import program as ir
 from glass_jax.hw.model import executor
 from glass_jax.hw.order import sync
+from tests.hw import programs as p
+from tests.hw import synced as s
 
 
 def run(case):

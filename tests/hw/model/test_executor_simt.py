@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from programs import buffer, const, copy, load, loop, op, parallel, program, region, simt, store, var
 
 from glass_jax.errors import UnsupportedError
 from glass_jax.hw.ir import program as ir
 from glass_jax.hw.ir.program import Space
 from glass_jax.hw.model import executor
+from tests.hw.programs import buffer, const, copy, load, loop, op, parallel, program, region, simt, store, var
 
 ROWS, COLUMNS = 6, 16
 

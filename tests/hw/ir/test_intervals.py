@@ -2,12 +2,12 @@
 
 import itertools
 
-import programs as p
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glass_jax.hw.ir import intervals
 from glass_jax.hw.ir import program as ir
+from tests.hw import programs as p
 
 OPERATIONS = {
     "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "min": min, "max": max,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from programs import buffer, const, copy, load, loop, op, parallel, region, simt, store
 
 from glass_jax.hw.ir import program as ir
 from glass_jax.hw.ir.dataflow import Dataflow
 from glass_jax.hw.ir.program import Space
+from tests.hw.programs import buffer, const, copy, load, loop, op, parallel, region, simt, store
 
 X = buffer("x", Space.GM, (8, 16), "float32")
 U, V = buffer("u", Space.UB, (8, 16), "float32"), buffer("v", Space.UB, (8, 16), "float32")
