@@ -1,0 +1,2 @@
+// TileLang includes this name; what it stands for is in kernel.h, which comes first in every translation unit.
+#pragma once
