@@ -20,10 +20,10 @@ def is_whole(region: ir.Region, buffer: ir.Buffer) -> bool:
 
 
 class Dataflow:
-    """Answers for one program, whose buffers' shapes are ints. Names are those of allocations."""
+    """What statements of one program read and write, by name of the allocation. Its buffers' shapes must be ints."""
 
     def __init__(self, buffers: Mapping[str, ir.Buffer], everywhere: bool):
-        """``everywhere``: all lanes and vector units execute the statements. Else nothing is overwritten entirely."""
+        """``everywhere``: all lanes and vector units execute the statements. Else none overwrites all of anything."""
         self._buffers = buffers
         self._everywhere = everywhere
         self._views = {}

@@ -1,1 +1,1 @@
-"""Runs a program as JAX: memories, copies, the cube, vector units and threads."""
+"""Runs a program as JAX."""

@@ -18,12 +18,12 @@ from jax import lax
 
 from glass_jax.errors import UnsupportedError
 from glass_jax.hw.ir import program as ir
-from glass_jax.hw.ir import symbolic
 from glass_jax.hw.ir.dataflow import Dataflow
-from glass_jax.hw.ir.symbolic import Linear, Symbol
 from glass_jax.hw.model import control, stepping
 from glass_jax.hw.model.evaluation import expressions
 from glass_jax.hw.model.evaluation.machine import Machine
+from glass_jax.hw.model.values import symbolic
+from glass_jax.hw.model.values.symbolic import Linear, Symbol
 from glass_jax.hw.order import folding, pieces, sync
 from glass_jax.hw.order.folding import Leaf, Loop, Node
 from glass_jax.hw.order.pieces import Piece
@@ -65,7 +65,8 @@ class _Runner:
         self._machine = machine
         self._block = machine.program.block.name
         self._on_chip = frozenset(b.storage for b in machine.program.buffers.values() if b.space is not ir.Space.GM)
-        self._banks: dict[str, str] = {}  # what blocks keep on chip while others run: where each one's contents are
+        # Of an allocation that each block keeps while others run: the allocation that holds it of every block.
+        self._banks: dict[str, str] = {}
 
     def run(self, nodes: Sequence[Node], symbols: tuple[Symbol, ...], live: Names) -> None:
         """Runs nodes one after the other, inside loops whose numbers are ``symbols``; ``live`` is needed afterwards."""
@@ -105,7 +106,7 @@ class _Runner:
 
     @contextlib.contextmanager
     def _own_memory(self, block: Linear) -> Iterator[None]:
-        """A block finds on chip what it left there, and leaves there what it will find."""
+        """Brings in what ``block`` left on chip when it last ran, and keeps what it leaves for when it next runs."""
         memory = self._machine.memory
         for storage, bank in self._banks.items():
             memory.put(storage, lax.dynamic_index_in_dim(memory.get(bank), block.traced(), keepdims=False))
@@ -165,7 +166,7 @@ class _Runner:
             self._banks[storage] = self._machine.memory.add_bank(storage, blocks)
 
     def _kept(self, nodes: Sequence[Node]) -> Names:
-        """On-chip allocations in which a block may find what it left there before other blocks ran."""
+        """On-chip allocations whose contents a block may read after other blocks have run in between."""
         found = _NONE.union(*(self._kept(node.body) for node in nodes if isinstance(node, Loop)))
         leaves = (node for node in nodes if isinstance(node, Leaf) and node.item.statements)
         for _, group in itertools.groupby(leaves, key=lambda leaf: leaf.values[self._block]):

@@ -10,13 +10,13 @@ import numpy as np
 from jax import lax
 
 from glass_jax.hw.ir import program as ir
-from glass_jax.hw.ir import symbolic
 from glass_jax.hw.ir.program import Space
-from glass_jax.hw.ir.symbolic import Linear
 from glass_jax.hw.model.evaluation import expressions
 from glass_jax.hw.model.evaluation.machine import Handler, Machine
 from glass_jax.hw.model.simd import regions
 from glass_jax.hw.model.tiles import kloop
+from glass_jax.hw.model.values import symbolic
+from glass_jax.hw.model.values.symbolic import Linear
 from glass_jax.hw.model.vector import parallel
 
 Arrays = dict[str, jax.Array]
@@ -97,7 +97,7 @@ def _run_uneven(machine: Machine, loop: ir.For, live: frozenset[str]) -> None:
 
 
 def _unit_by_unit(machine: Machine, stmt: ir.Stmt, run: Handler, live: frozenset[str]) -> None:
-    """Runs a statement that goes another way in each vector unit."""
+    """Runs a statement for one vector unit after the other, because each goes its own way through it."""
     for unit in machine.active:
         with machine.unit(unit):
             run(machine, stmt, live | machine.dataflow.writes((stmt,)))
@@ -185,7 +185,7 @@ def _guarded_trips(machine: Machine, loop: ir.For, extent: Linear) -> Linear | N
 
 
 def _excess(machine: Machine, condition: ir.Expr) -> Linear | None:
-    """For a comparison of scalar integers, what is at most 0 exactly where it holds; None for other conditions."""
+    """For a comparison of scalar integers, a number that is 0 or less if and only if it holds; else None."""
     if not isinstance(condition, ir.Binary) or condition.op not in ("lt", "le", "gt", "ge"):
         return None
     if condition.lhs.dtype not in ("int32", "int64"):
@@ -262,7 +262,7 @@ def run_while(machine: Machine, loop: ir.While, live: frozenset[str]) -> None:
     step = _step(machine, written, carried)
 
     def holds(arrays: Arrays, active: jax.Array) -> jax.Array:
-        """Where the loop goes on, given that it got here where ``active``."""
+        """The lanes in which the loop goes on, among those that got so far, ``active``."""
         saved = machine.memory.arrays
         machine.memory.arrays = saved | dict(arrays)
         try:

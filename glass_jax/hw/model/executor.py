@@ -18,7 +18,6 @@ import jax.numpy as jnp
 
 from glass_jax.errors import GlassError, HardwareConstraintError, UnsupportedError
 from glass_jax.hw.ir import program as ir
-from glass_jax.hw.ir.symbolic import Linear
 from glass_jax.hw.ir.varying import Varying
 from glass_jax.hw.model import concurrency, control, ops
 from glass_jax.hw.model.evaluation import expressions
@@ -28,6 +27,7 @@ from glass_jax.hw.model.tiles import copies, cube
 from glass_jax.hw.model.values import numerics
 from glass_jax.hw.model.values.lanes import DependentLanes
 from glass_jax.hw.model.values.storage import PER_UNIT, Memory, varying_axes
+from glass_jax.hw.model.values.symbolic import Linear
 from glass_jax.hw.model.vector import simt
 from glass_jax.hw.order import ordering, sync
 

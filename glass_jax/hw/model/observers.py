@@ -1,4 +1,4 @@
-"""What looks on while the NPU model runs a program statement by statement: memories at one moment, and the first NaN.
+"""Observers of a run, statement by statement: what memories hold at one moment, and which statement makes a NaN.
 
 A program is observed with JAX's jit disabled, so that every value is known when a statement ends.
 """
@@ -17,10 +17,10 @@ from glass_jax.hw.ir import printer
 from glass_jax.hw.ir import program as ir
 from glass_jax.hw.ir.intervals import Interval
 from glass_jax.hw.ir.program import Space
-from glass_jax.hw.ir.symbolic import Linear
 from glass_jax.hw.model import executor
 from glass_jax.hw.model.evaluation.machine import Machine
 from glass_jax.hw.model.values import numerics
+from glass_jax.hw.model.values.symbolic import Linear
 from glass_jax.hw.order import pipes, unwritten
 from glass_jax.hw.order.unrolling import REGIONS
 

@@ -1,4 +1,4 @@
-"""Sequences of steps as loops: what repeats with numbers that advance evenly is said once."""
+"""A sequence of steps as loops: what repeats, with numbers that grow by the same amount each time, becomes a loop."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Affine:
 
 
 def constant(value: int) -> Affine:
-    """The number ``value`` in a step that no loop stands around yet."""
+    """``value`` in a step that is in no loop yet."""
     return Affine(value)
 
 
@@ -87,7 +87,7 @@ def _fold(nodes: Sequence[Node], shapes: Sequence[Hashable], length: int) -> lis
 
 
 def _shape(node: Node) -> Hashable:
-    """Equal for nodes that differ in the bases of their values only."""
+    """A key that is equal for nodes that differ in the bases of their values only."""
     if isinstance(node, Leaf):
         return (node.item.key, tuple((name, value.strides) for name, value in node.values.items()))
     return (node.trips, tuple(map(_shape, node.body)))

@@ -292,7 +292,7 @@ class _Simulation:
             self._history.add(Event(access, step.stmt, number, count), place, clock)
 
     def _place(self, core: Core, access: pipes.Access) -> int | None:
-        """Which of the memories of one name an access is to."""
+        """Which core's memory an access is to, of those that several cores have by one name."""
         if self._program.buffers[access.buffer].space not in VECTOR_MEMORIES:
             return None
         return core.unit if access.unit is None else access.unit
@@ -371,7 +371,7 @@ class _Simulation:
 
 
 def _joined(clocks: Sequence[Clock]) -> Clock:
-    """What is known to one who knows all of ``clocks``."""
+    """The clock of one who knows what all of ``clocks`` know."""
     return tuple(map(max, *clocks)) if len(clocks) > 1 else clocks[0]
 
 

@@ -24,7 +24,7 @@ Parts = Mapping[str, tuple[ir.Stmt, ...]]  # what the cores of each kind execute
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Statements that one thread executes between two synchronizations; none at the start of a block.
+    """Statements that cores execute between two synchronizations. One without statements marks the start of a block.
 
     Attributes:
       units: the vector units that take part.

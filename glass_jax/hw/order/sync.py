@@ -140,7 +140,10 @@ def waiting(core: Core, operation: Sync, loc: str | None) -> str:
 
 
 def parts(program: ir.Program) -> dict[str, tuple[ir.Stmt, ...]]:
-    """What the cores of each kind execute: their sections, and what is outside of any; a whole block has no kind."""
+    """What the cores of each kind execute: their sections, and all that is outside of sections.
+
+    Without sections that is the whole body, for a kind that has no name: ``""``.
+    """
     if not is_split(program):
         return {"": program.body}
     kinds = {stmt.core for stmt in ir.walk(program.body) if isinstance(stmt, ir.Section)}
@@ -178,14 +181,14 @@ def _with_blocks(stmt: ir.Stmt, change: Callable[[tuple[ir.Stmt, ...]], tuple[ir
 
 
 class CrossFlags:
-    """The cross-core flags of some cores. Sets and waits carry what the setter knows, as far as anybody asks.
+    """The cross-core flags of some cores. With each set goes what the setter knows, which the wait that takes it gets.
 
     Attributes:
       highest: the largest count that each flag has had, by receiver, mode and number.
     """
 
     def __init__(self, cores: Iterable[Core], join: Callable[[list[Any]], Any] = lambda known: None):
-        """``join`` makes one of what several setters know."""
+        """``join`` combines what several setters know; by default nobody knows anything."""
         self._cores = tuple(cores)
         self._join = join
         self._arrived: dict[Hashable, dict[Core, collections.deque]] = {}

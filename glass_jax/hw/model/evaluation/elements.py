@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from glass_jax.errors import HardwareConstraintError
-from glass_jax.hw.ir.symbolic import Linear
 from glass_jax.hw.model.evaluation.machine import Machine
 from glass_jax.hw.model.values import lanes, numerics
 from glass_jax.hw.model.values.lanes import Access, Index
+from glass_jax.hw.model.values.symbolic import Linear
 
 
 def load(machine: Machine, buffer: str, indices: Sequence[Index]) -> jax.Array:
@@ -58,7 +58,11 @@ def lead_indices(machine: Machine, buffer: str) -> list[Index]:
 def record(
     machine: Machine, buffer: str, write: bool, place: Sequence[Index], units: int, kind: str | None = None
 ) -> None:
-    """Notes an access, if somebody asks; ``kind`` is how an atomic joins, if nobody asks what was there before."""
+    """Adds an access to the machine's log, if it keeps one.
+
+    ``kind`` is how an atomic joins its value; None for other accesses, and for an atomic whose old value is used: then
+    the order of the lanes matters.
+    """
     if machine.log is not None:
         lanes_taking_part = (units, *machine.lanes[1:])
         storage = machine.memory.storage(buffer)

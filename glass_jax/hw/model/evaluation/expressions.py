@@ -12,12 +12,11 @@ from jax import lax
 
 from glass_jax.errors import UnsupportedError
 from glass_jax.hw.ir import program as ir
-from glass_jax.hw.ir import symbolic
-from glass_jax.hw.ir.symbolic import Linear
 from glass_jax.hw.model.evaluation import elements, warps
 from glass_jax.hw.model.evaluation.machine import Machine
-from glass_jax.hw.model.values import numerics
+from glass_jax.hw.model.values import numerics, symbolic
 from glass_jax.hw.model.values.lanes import Index
+from glass_jax.hw.model.values.symbolic import Linear
 
 COMPARISONS = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})
 

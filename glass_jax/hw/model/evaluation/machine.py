@@ -11,14 +11,14 @@ import numpy as np
 
 from glass_jax.errors import UnsupportedError
 from glass_jax.hw.ir import program as ir
-from glass_jax.hw.ir import symbolic
 from glass_jax.hw.ir.dataflow import Dataflow
-from glass_jax.hw.ir.symbolic import Linear, Symbol
 from glass_jax.hw.model.evaluation.threads import Threads
+from glass_jax.hw.model.values import symbolic
 from glass_jax.hw.model.values.lanes import Access, DependentLanes, Index
 from glass_jax.hw.model.values.products import WholeProduct
 from glass_jax.hw.model.values.registers import Value
 from glass_jax.hw.model.values.storage import Memory
+from glass_jax.hw.model.values.symbolic import Linear, Symbol
 
 # Executes a statement on a machine, given the allocations whose contents are needed afterwards.
 Handler = Callable[["Machine", ir.Stmt, frozenset[str]], None]
@@ -41,8 +41,8 @@ class Machine:
       facts: upper bounds that hold here.
       products: products of whole arrays, by the id of the loop that needs tiles of them.
       log: accesses recorded so far, None while nobody asks.
-      repeats: whether a loop has run since the log began, so that an access in it stands for several.
-      observe: who looks on, None for nobody.
+      repeats: whether a loop has run since the log began: its accesses are logged once, however often it runs.
+      observe: is called for each statement, None for nobody.
       threads: the threads of the SIMT region around, None outside of one.
     """
 
@@ -92,7 +92,7 @@ class Machine:
 
     @contextlib.contextmanager
     def unit(self, unit: int) -> Iterator[None]:
-        """Only vector unit ``unit`` takes part; variables have the values that it has."""
+        """Only vector unit ``unit`` takes part, and each variable has that unit's value."""
         with self.scope():
             count, number = len(self.active), self.active.index(unit)
             self.variables = {name: _of_unit(value, count, number) for name, value in self.variables.items()}
@@ -146,21 +146,24 @@ class Machine:
             self.variables[self.program.unit.name] = Linear(units if len(self.active) > 1 else self.active[0])
 
     def varying(self, what: str) -> Exception:
-        """What to raise where ``what`` is not the same in all lanes: lanes of a parallel loop can run one by one."""
+        """The error for something that must be the same in all lanes and is not.
+
+        Inside a parallel loop it is DependentLanes, upon which the loop runs its lanes one after the other.
+        """
         if len(self.lanes) > 1:
             return DependentLanes(what)
         return UnsupportedError(f"the NPU model does not run {what} differs between vector units yet")
 
 
 def _of_unit(value: Index, count: int, number: int) -> Index:
-    """The part of a value, one of ``count`` along its first axis or the same in all of them, that a unit has."""
+    """What unit ``number`` of ``count`` has of a value: its entry along the first axis, or all if they share it."""
     if isinstance(value, Linear):
         return Linear(_of_unit(value.pattern, count, number), value.terms)
     return value[number : number + 1] if count > 1 and value.ndim and value.shape[0] == count else value
 
 
 def _spread(contents: jax.Array, axes: int, lanes: tuple[int, ...]) -> jax.Array:
-    """Contents with ``axes`` leading axes, none or that of the vector units, for each lane."""
+    """A copy of ``contents`` for each of ``lanes``; it has ``axes`` leading axes so far: that of the units, or none."""
     own = contents.shape[axes:]
     units = contents.shape[:axes] or (1,)
     return jnp.broadcast_to(contents.reshape(*units, *[1] * (len(lanes) - 1), *own), lanes + own)

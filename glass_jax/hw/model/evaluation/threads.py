@@ -16,7 +16,8 @@ class Threads:
     Attributes:
       extents: number of threads by the variable of each dimension, the fastest first; dimensions of 1 left out.
       varying: what differs between threads.
-      shared: whether statements are inside a parallel loop or already run in lanes, so that nothing is left to sort.
+      shared: whether statements run in lanes already, or in a parallel loop, whose iterations the threads share out;
+        they are then run as they are.
     """
 
     extents: dict[str, int]

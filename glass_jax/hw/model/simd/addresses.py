@@ -14,14 +14,13 @@ import numpy as np
 
 from glass_jax.errors import HardwareConstraintError
 from glass_jax.hw.ir import program as ir
-from glass_jax.hw.ir import symbolic
-from glass_jax.hw.ir.symbolic import Facts, Linear
 from glass_jax.hw.model.evaluation import elements, expressions
 from glass_jax.hw.model.evaluation.machine import Machine
-from glass_jax.hw.model.values import lanes, numerics
+from glass_jax.hw.model.values import lanes, numerics, symbolic
 from glass_jax.hw.model.values.lanes import Access, Index
 from glass_jax.hw.model.values.registers import Array
 from glass_jax.hw.model.values.storage import physical_shape
+from glass_jax.hw.model.values.symbolic import Facts, Linear
 
 
 def read(machine: Machine, address: ir.Address, dtype: np.dtype, pattern: np.ndarray | jax.Array) -> jax.Array:
@@ -94,7 +93,7 @@ def _ranked(x: Array, rank: int) -> Array:
 def _record(
     machine: Machine, buffer: str, dtype: np.dtype, write: bool, place: list[Index], extents: tuple[int, ...]
 ) -> None:
-    """Notes an access, if somebody asks; all views count as one buffer, whose elements are the smallest of theirs."""
+    """Adds an access to the machine's log, if it keeps one, all views as one buffer of their smallest elements."""
     if machine.log is None:
         return
     storage = machine.memory.storage(buffer)

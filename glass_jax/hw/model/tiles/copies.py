@@ -13,12 +13,12 @@ from glass_jax.errors import HardwareConstraintError, UnsupportedError
 from glass_jax.hw.ir import program as ir
 from glass_jax.hw.ir.dataflow import is_whole
 from glass_jax.hw.ir.program import Space
-from glass_jax.hw.ir.symbolic import Linear
 from glass_jax.hw.model.evaluation import expressions
 from glass_jax.hw.model.evaluation.machine import Machine
 from glass_jax.hw.model.values import numerics
 from glass_jax.hw.model.values.joining import JOINS
 from glass_jax.hw.model.values.storage import read_tile, valid, write_tile
+from glass_jax.hw.model.values.symbolic import Linear
 
 # Attributes of a copy that say how to move it, not what arrives.
 HINTS = frozenset({"coalesced_width", "l2_cache_ctrl", "unit_flag_ctrl"})

@@ -21,13 +21,13 @@ from jax import lax
 from glass_jax.hw.ir import program as ir
 from glass_jax.hw.ir.dataflow import is_whole
 from glass_jax.hw.ir.program import Space
-from glass_jax.hw.ir.symbolic import Linear, Symbol
 from glass_jax.hw.model.evaluation import expressions
 from glass_jax.hw.model.evaluation.machine import Machine
 from glass_jax.hw.model.tiles import copies, cube
 from glass_jax.hw.model.values import numerics
 from glass_jax.hw.model.values.products import Pairing, WholeProduct
 from glass_jax.hw.model.values.storage import read_tile
+from glass_jax.hw.model.values.symbolic import Linear, Symbol
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,7 @@ def run_k_loop(machine: Machine, loop: ir.For, extent: int, live: frozenset[str]
 
 
 def _stages(loop: ir.For) -> _Stages | None:
-    """The statements of a K loop, or None if the loop is none: but for Lets, two copies and a product, from 0 on."""
+    """The statements of a K loop: two copies and a product, besides Lets, counted from 0. None for another loop."""
     stages = [stmt for stmt in loop.body if not isinstance(stmt, ir.Let)]
     if loop.start != ir.Const(0, loop.var.dtype) or [type(stmt) for stmt in stages] != [ir.Copy, ir.Copy, ir.Gemm]:
         return None
@@ -214,7 +214,7 @@ def _depends(expr: ir.Expr, loaded: frozenset[str]) -> bool:
 
 
 def _pairing(loop: ir.For, stages: _Stages, shapes: Sequence[tuple[int, ...]]) -> Pairing | None:
-    """How the arrays of a K loop are multiplied, as far as its text tells; None if it tells that they are not."""
+    """How a K loop multiplies its arrays, as far as its text tells; None if the text shows that it does not."""
     inside = {loop.var.name}
     for stmt in loop.body:
         if isinstance(stmt, ir.Let) and _mentions(stmt.value, inside):

@@ -8,11 +8,10 @@ from jax import lax
 
 from glass_jax.errors import HardwareConstraintError
 from glass_jax.hw.ir import program as ir
-from glass_jax.hw.ir import symbolic
-from glass_jax.hw.ir.symbolic import Linear
 from glass_jax.hw.model.evaluation import expressions
 from glass_jax.hw.model.evaluation.machine import Machine
-from glass_jax.hw.model.values import numerics
+from glass_jax.hw.model.values import numerics, symbolic
+from glass_jax.hw.model.values.symbolic import Linear
 
 
 def run_move(machine: Machine, op: ir.Op, live: frozenset[str]) -> None:

@@ -1,1 +1,1 @@
-"""Values as JAX arrays: rounding, memories, registers, and what many lanes read and write at once."""
+"""Values as JAX arrays: indices, rounding, memories, registers, and what many lanes read and write at once."""

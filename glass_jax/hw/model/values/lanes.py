@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from glass_jax.hw.ir.symbolic import Facts, Linear, strides
 from glass_jax.hw.model.values.joining import Join
 from glass_jax.hw.model.values.storage import slice_at, update_at
+from glass_jax.hw.model.values.symbolic import Facts, Linear, strides
 
 Index = Linear | jax.Array
 
@@ -255,10 +255,11 @@ def _position(index: Index, size: int) -> jax.Array | np.ndarray:
 
 
 def check_independent(log: Sequence[Access], lanes: tuple[int, ...], since: int, in_order: bool) -> None:
-    """Raises DependentLanes unless no lane touches an element that another writes, or only one that comes after it.
+    """Raises DependentLanes unless lanes evaluated together do the same as one lane after the other.
 
-    If the log has every access once, in the order in which all lanes did it (``in_order``), then of two that meet the
-    first may be an earlier lane's: it is the first too if the lanes run one after the other.
+    They do if no lane touches an element that another writes. They also do where an earlier lane's access to an element
+    comes before a later lane's: so it does if the lanes run one after the other. That can only be told if the log has
+    every access once, in the order in which it was made (``in_order``).
 
     Two lanes cannot meet where, in some dimension, every access of the allocation has the same traced part, one that
     does not change while the lanes run (all its symbols are older than ``since``), and patterns that differ.
@@ -297,7 +298,7 @@ def _check_storage(accesses: list[Access], lanes: tuple[int, ...], since: int, i
 def _meetings(
     accesses: list[Access], lanes: tuple[int, ...], comparable: list[int]
 ) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """Every element touched, as a number, and by which lane; and where each access but the first begins among them."""
+    """Every element touched, as a number; the lane that did it; where in these arrays each further access begins."""
     columns = []
     for access in accesses:
         # The lanes in question come first; further ones belong to a loop inside, and count as one.

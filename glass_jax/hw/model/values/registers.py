@@ -115,8 +115,7 @@ def alike(*registers: Array) -> list[Array]:
 
 
 def aligned(value: Value, rank: int, active: tuple[int, ...]) -> Value:
-    """A value bound when the machine had fewer lane axes, or all vector units took part, for ``rank`` axes and the
-    units ``active``."""
+    """``value`` for ``rank`` lane axes and the vector units ``active``; it was bound with fewer axes, or more units."""
     if isinstance(value, tuple):
         return tuple(aligned(part, rank, active) for part in value)
     if isinstance(value, Predicate):

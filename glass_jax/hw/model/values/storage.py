@@ -14,8 +14,8 @@ from jax import lax
 from glass_jax.errors import UnsupportedError
 from glass_jax.hw.ir import program as ir
 from glass_jax.hw.ir.program import Space
-from glass_jax.hw.ir.symbolic import Facts, Linear, clamp
 from glass_jax.hw.model.values import numerics
+from glass_jax.hw.model.values.symbolic import Facts, Linear, clamp
 
 _BLOCK_BYTES = 32  # of a data block, the C0 of fractal layouts
 
@@ -46,7 +46,8 @@ class Memory:
     ):
         """Memories of ``units`` vector units for ``buffers``, whose shapes are ints.
 
-        ``axes`` are as in varying_axes; ``split`` are scalars that the vector units have for themselves.
+        ``axes`` are the mesh axes over which the kernel's arguments vary; ``split`` are scalars of which each unit has
+        its own.
         """
         self.buffers = buffers
         self.arrays: dict[str, jax.Array] = {}

@@ -6,11 +6,11 @@ import jax.numpy as jnp
 
 from glass_jax.errors import UnsupportedError
 from glass_jax.hw.ir import program as ir
-from glass_jax.hw.ir.symbolic import Linear
 from glass_jax.hw.model.evaluation import elements, expressions
 from glass_jax.hw.model.evaluation.machine import Machine
 from glass_jax.hw.model.values import lanes, numerics
 from glass_jax.hw.model.values.joining import JOINS
+from glass_jax.hw.model.values.symbolic import Linear
 
 
 def run_atomic(machine: Machine, op: ir.Op, live: frozenset[str]) -> None:

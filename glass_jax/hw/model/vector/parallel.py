@@ -5,11 +5,10 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from glass_jax.hw.ir import program as ir
-from glass_jax.hw.ir import symbolic
 from glass_jax.hw.ir.program import Space
 from glass_jax.hw.model.evaluation import elements, expressions
 from glass_jax.hw.model.evaluation.machine import Machine
-from glass_jax.hw.model.values import numerics
+from glass_jax.hw.model.values import numerics, symbolic
 from glass_jax.hw.model.values.lanes import Access, DependentLanes, check_independent
 
 

@@ -20,9 +20,9 @@ from jax import lax
 
 from glass_jax.errors import UnsupportedError
 from glass_jax.hw.ir import program as ir
-from glass_jax.hw.ir.symbolic import Linear
 from glass_jax.hw.model.evaluation import elements, expressions
 from glass_jax.hw.model.evaluation.machine import Machine
+from glass_jax.hw.model.values.symbolic import Linear
 
 _MULTIPLIERS = np.uint32(0xD2511F53), np.uint32(0xCD9E8D57)
 _WEYL = np.uint32(0x9E3779B9), np.uint32(0xBB67AE85)

@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glass_jax.hw.ir import symbolic
-from glass_jax.hw.ir.symbolic import Linear
+from glass_jax.hw.model.values import symbolic
+from glass_jax.hw.model.values.symbolic import Linear
 
 SMALL = st.integers(-20, 20)
 
