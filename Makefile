@@ -9,7 +9,7 @@ PYTEST := $(RUN) -m pytest -n 2 --dist worksteal
 CODE := glass_jax models benchmarks tests
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all bench lint format build-file clean
+.PHONY: help demo test test-all bench lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,9 +33,6 @@ lint: $(VENV)/installed ## check style
 format: $(VENV)/installed ## fix style
 	$(RUN) -m ruff check --fix $(CODE)
 	$(RUN) -m ruff format $(CODE)
-
-build-file: $(VENV)/installed ## bring BUILD up to date with the imports
-	$(RUN) tests/build_file.py --write
 
 clean: ## remove .venv and everything else that the targets above wrote
 	rm -rf $(VENV) build dist runs *.egg-info .cache .pytest_cache .ruff_cache .hypothesis
