@@ -22,6 +22,16 @@ _UB_ELEMENT = re.compile(r"(?<!&\()\((\(__ubuf__ [\w ]+\*\))(\w+)\)\[")
 _VECTOR_ELEMENT = re.compile(r"\*\(__(?:gm|ubuf)__ ([\w ]+?) ?\*\)\(")
 _STATEMENT = re.compile(r"^(\s+)(?!for\b|if\b|while\b|else\b|return\b|break\b|continue\b|case\b|#|\})(?=.*\().*;$")
 
+# What a compiler or linker says of a call that the runtime does not have, or not for these types: gcc's words, clang's.
+_MISSING = re.compile(
+    r"error: [‘'](?P<undeclared>[\w:]+)[’'] (?:was not declared|has not been declared|is not a member)"
+    r"|error: use of undeclared identifier '(?P<unknown>\w+)'"
+    r"|error: no matching function for call to [‘'](?P<unmatched>[\w:]+)"
+    r"|error: static assertion failed(?: due to requirement '[^']*')?: (?P<refused>the runtime .*)"
+    r"|undefined reference to [`'](?P<undefined>[^']+)'"
+    r"|undefined symbol: (?P<symbol>[^\n]+)"
+)
+
 BLOCKS_TOGETHER = "asc_sync_inter_"
 BLOCKS_IN_ORDER = re.compile(r"\basc_(?:set_)?atomic_")
 
@@ -70,6 +80,27 @@ def translation_unit(source: str, file: str = "kernel.asc") -> str:
             "",
         ]
     )
+
+
+def missing_call(messages: str, file: str = "kernel.asc") -> tuple[str, int] | None:
+    """The first call, by its name, that a kernel makes and the runtime does not have.
+
+    Args:
+      messages: what the compiler or the linker wrote when it failed.
+      file: what :func:`translation_unit` called the source.
+
+    Returns:
+      The name, or the sentence of a check in the runtime's headers, and the line of the source that makes the call (0
+      where the messages do not tell, as a linker's); None if the messages are about something else.
+    """
+    found = _MISSING.search(messages)
+    if found is None:
+        return None
+    name = next(filter(None, found.groups()))
+    name = re.sub(r"^.*?\bglass::(\w+(?:<[^(]*>)?)\(.*", r"\1", name)  # of a function's whole declaration
+    # A call out of a template is reported there; the line of the source that led to it stands nearby.
+    lines = [(abs(at.start() - found.start()), int(at[1])) for at in re.finditer(rf"{re.escape(file)}:(\d+)", messages)]
+    return name, min(lines)[1] if lines else 0
 
 
 def _statement(line: str, number: int, pointers: list[str], called_region: re.Pattern[str] | None) -> str:

@@ -22,12 +22,14 @@ void fill(Bytes to, uint8_t value, bool unwritten, size_t size) {
   if (to.unwritten != nullptr) std::memset(to.unwritten, unwritten, size);
 }
 
-Bytes after(Bytes bytes, size_t size) { return {bytes.data + size, bytes.unwritten == nullptr ? nullptr : bytes.unwritten + size}; }
+Bytes after(Bytes bytes, size_t size) {
+  return {bytes.data + size, bytes.unwritten == nullptr ? nullptr : bytes.unwritten + size};
+}
 
 }  // namespace
 
-// Element (row, column) goes to block `column / C0 * nz_column + row * nz_row` of 32 bytes. What is left of a row's last
-// block is zero.
+// Element (row, column) goes to block `column / C0 * nz_column + row * nz_row` of 32 bytes. What is left of a row's
+// last block is zero.
 void copy_to_nz(const ToNz& copy, Type type) {
   const uint64_t row_blocks = here.core->nz_row, column_blocks = here.core->nz_column;
   const size_t size = bytes_of(type);
@@ -36,7 +38,8 @@ void copy_to_nz(const ToNz& copy, Type type) {
     // The runs of the source that are contiguous: rows, or columns if it is transposed.
     std::vector<Bytes> runs(copy.transposed ? copy.columns : copy.rows);
     const size_t run = (copy.transposed ? copy.rows : copy.columns) * size;
-    for (size_t i = 0; i < runs.size(); ++i) runs[i] = in_global(offset_by(copy.source, i * copy.pitch), run, Access::kRead);
+    for (size_t i = 0; i < runs.size(); ++i)
+      runs[i] = in_global(offset_by(copy.source, i * copy.pitch), run, Access::kRead);
     for (uint64_t column = 0; column < copy.columns; column += c0)
       for (uint64_t row = 0; row < copy.rows; ++row) {
         const uint64_t block = column / c0 * column_blocks + row * row_blocks;
@@ -52,13 +55,14 @@ void copy_to_nz(const ToNz& copy, Type type) {
   });
 }
 
-// Fractals of 16 rows of 32 bytes, column of fractals by column. Transposed, element (r, c) of the part that is copied goes
-// to row c and column r of a matrix in the same layout.
+// Fractals of 16 rows of 32 bytes, column of fractals by column. Transposed, element (r, c) of the part that is copied
+// goes to row c and column r of a matrix in the same layout.
 void copy_fractals(Fractals kind, const FractalCopy& copy, Type type) {
   const bool to_a = kind == Fractals::kToL0A || kind == Fractals::kToL0ATransposed;
   const bool transposed = kind == Fractals::kToL0ATransposed || kind == Fractals::kToL0BTransposed;
   const Space space = to_a ? kL0A : kL0B;
-  const char* name = transposed ? (to_a ? "asc_copy_l12l0a_transpose" : "asc_copy_l12l0b_transpose") : (to_a ? "asc_copy_l12l0a" : "asc_copy_l12l0b");
+  const char* name = transposed ? (to_a ? "asc_copy_l12l0a_transpose" : "asc_copy_l12l0b_transpose")
+                                : (to_a ? "asc_copy_l12l0a" : "asc_copy_l12l0b");
   const size_t size = bytes_of(type);
   record_work(kMTE1, name, [=] {
     for (int k = 0; k < copy.k_steps; ++k) {
@@ -67,7 +71,9 @@ void copy_fractals(Fractals kind, const FractalCopy& copy, Type type) {
       const size_t column = copy.m_steps * kFractal;
       const Bytes from = on_chip(kL1, offset_by(copy.source, first * kFractal), column, Access::kRead);
       if (!transposed) {
-        move(on_chip(space, offset_by(copy.destination, int64_t{k} * copy.destination_stride * kFractal), column, Access::kWrite), from, column);
+        move(on_chip(space, offset_by(copy.destination, int64_t{k} * copy.destination_stride * kFractal), column,
+                     Access::kWrite),
+             from, column);
         continue;
       }
       const size_t c0 = kBlock / size;
@@ -76,7 +82,8 @@ void copy_fractals(Fractals kind, const FractalCopy& copy, Type type) {
         const size_t at = r / c0 * copy.destination_stride * kFractal + k * c0 * kBlock;
         const Bytes to = on_chip(space, offset_by(copy.destination, at), c0 * kBlock, Access::kWrite);
         for (size_t i = 0; i < c0; ++i)
-          for (size_t c = 0; c < c0; ++c) move(after(to, c * kBlock + i * size), after(from, (r + i) * kBlock + c * size), size);
+          for (size_t c = 0; c < c0; ++c)
+            move(after(to, c * kBlock + i * size), after(from, (r + i) * kBlock + c * size), size);
       }
     }
   });
@@ -86,18 +93,19 @@ void fill_l1(void* destination, uint32_t value, int bytes, const asc_fill_value_
   record_work(kMTE2, "asc_fill_l1", [=] {
     for (uint64_t i = 0; i < config.repeat; ++i) {
       const size_t size = config.blk_num * kBlock;
-      const Bytes to = on_chip(kL1, offset_by(destination, i * (config.blk_num + config.dst_gap) * kBlock), size, Access::kWrite);
+      const Bytes to =
+          on_chip(kL1, offset_by(destination, i * (config.blk_num + config.dst_gap) * kBlock), size, Access::kWrite);
       for (size_t at = 0; at < size; at += bytes) std::memcpy(to.data + at, &value, bytes);
       mark_written(to, size);
     }
   });
 }
 
-// Rows, each filled up on the left and right: with the value that was set, or with the row's first (left) and, assumed, last
-// (right) element. What then is left of the last block of 32 bytes is, assumed, undefined; rows packed one behind the other
-// (the pitch is their length) leave none but the last's.
-void copy_global_to_ub(void* destination, const void* source, int bursts, uint32_t length, int left, int right, bool constant,
-                       uint64_t source_stride, uint64_t destination_stride, int bytes) {
+// Rows, each filled up on the left and right: with the value that was set, or with the row's first (left) and, assumed,
+// last (right) element. What then is left of the last block of 32 bytes is, assumed, undefined; rows packed one behind
+// the other (the pitch is their length) leave none but the last's.
+void copy_global_to_ub(void* destination, const void* source, int bursts, uint32_t length, int left, int right,
+                       bool constant, uint64_t source_stride, uint64_t destination_stride, int bytes) {
   const uint32_t value = here.core->pad_value;
   record_work(kMTE2, "asc_copy_gm2ub_align", [=] {
     const size_t before = left * bytes, behind = right * bytes, used = before + length + behind;

@@ -1,5 +1,5 @@
-// Operands are read out of their fractals as float or int32, which is exact, and multiplied; sums go along K, element by
-// element, starting from C (assumed: nobody documents the order).
+// Operands are read out of their fractals as float or int32, which is exact, and multiplied; sums go along K, element
+// by element, starting from C (assumed: nobody documents the order).
 #include "cube.h"
 
 #include <algorithm>
@@ -28,7 +28,8 @@ const float* table(Type type) {
     for (int i = 0; i < count; ++i) values[i] = decode(i, format);
     return values;
   };
-  static const std::vector<float> e4m3 = make(kE4m3, 256), e5m2 = make(kE5m2, 256), e2m1 = make(kE2m1, 16), e1m2 = make(kE1m2, 16);
+  static const std::vector<float> e4m3 = make(kE4m3, 256), e5m2 = make(kE5m2, 256), e2m1 = make(kE2m1, 16),
+                                  e1m2 = make(kE1m2, 16);
   switch (type) {
     case Type::kE4M3: return e4m3.data();
     case Type::kE5M2: return e5m2.data();
@@ -61,7 +62,8 @@ float to_hf32(float value, bool away) {
   return std::bit_cast<float>((bits + (away ? 0x800 : 0x7ff + (bits >> 12 & 1))) >> 12 << 12);
 }
 
-// An operand as a matrix [rows, k], rows rounded up to whole fractals. `unwritten`: which rows depend on bytes nobody wrote.
+// An operand as a matrix [rows, k], rows rounded up to whole fractals. `unwritten`: which rows depend on bytes nobody
+// wrote.
 template <class T>
 struct Operand {
   int rows, k;
@@ -82,20 +84,23 @@ Operand<T> read_operand(Space space, const void* pointer, Type type, int rows, i
       const size_t at = (static_cast<size_t>(column / c0) * operand.rows + row) * 32;
       const int count = std::min(c0, k - column);
       read_elements(&operand.values[static_cast<size_t>(row) * k + column], from.data + at, type, count);
-      if (from.unwritten != nullptr && std::memchr(from.unwritten + at, 1, (count * 32 + c0 - 1) / c0) != nullptr) operand.unwritten[row] = 1;
+      if (from.unwritten != nullptr && std::memchr(from.unwritten + at, 1, (count * 32 + c0 - 1) / c0) != nullptr)
+        operand.unwritten[row] = 1;
     }
   if constexpr (std::is_same_v<T, float>) {
     if (scaled) {
       // A byte for 32 elements; fractals of 16 rows of two bytes, those of 16 rows one behind the other along K.
       const int pairs = round_up(k, 64) / 64;
       const void* at = reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(pointer) / 16);
-      const Bytes scales = on_chip(space == kL0A ? kScaleA : kScaleB, at, static_cast<size_t>(operand.rows) * pairs * 2, Access::kRead);
+      const Bytes scales =
+          on_chip(space == kL0A ? kScaleA : kScaleB, at, static_cast<size_t>(operand.rows) * pairs * 2, Access::kRead);
       for (int row = 0; row < operand.rows; ++row)
         for (int block = 0; block < round_up(k, 32) / 32; ++block) {
           const size_t byte = (static_cast<size_t>(row / kRows) * pairs + block / 2) * 32 + row % kRows * 2 + block % 2;
           const uint8_t bits = scales.data[byte];
           const float factor = bits == 0xff ? NAN : std::ldexp(1.0f, bits - 127);
-          for (int i = block * 32; i < std::min(k, block * 32 + 32); ++i) operand.values[static_cast<size_t>(row) * k + i] *= factor;
+          for (int i = block * 32; i < std::min(k, block * 32 + 32); ++i)
+            operand.values[static_cast<size_t>(row) * k + i] *= factor;
           if (scales.unwritten != nullptr && scales.unwritten[byte] != 0) operand.unwritten[row] = 1;
         }
     }
@@ -167,13 +172,16 @@ void run(const Product& p, int hf32) {
 
 bool is_integer(Type type) { return type == Type::kS8 || type == Type::kU8; }
 
-void copy_scales(Space space, uint64_t to, const void* from, int x_start, int y_start, int x_steps, int y_steps, int source_stride,
-                 int destination_stride, const char* name) {
+void copy_scales(Space space, uint64_t to, const void* from, int x_start, int y_start, int x_steps, int y_steps,
+                 int source_stride, int destination_stride, const char* name) {
   record_work(kMTE1, name, [=] {
     const size_t size = static_cast<size_t>(y_steps) * 32;
     for (int x = 0; x < x_steps; ++x)
-      move(on_chip(space, reinterpret_cast<const void*>(to + uint64_t(x) * destination_stride * 32), size, Access::kWrite),
-           on_chip(kL1, static_cast<const char*>(from) + (int64_t{x_start + x} * source_stride + y_start) * 32, size, Access::kRead), size);
+      move(on_chip(space, reinterpret_cast<const void*>(to + uint64_t(x) * destination_stride * 32), size,
+                   Access::kWrite),
+           on_chip(kL1, static_cast<const char*>(from) + (int64_t{x_start + x} * source_stride + y_start) * 32, size,
+                   Access::kRead),
+           size);
   });
 }
 
@@ -181,11 +189,13 @@ void copy_scales(Space space, uint64_t to, const void* from, int x_start, int y_
 
 void matrix_product(const Product& product) {
   const bool integers = is_integer(product.a_type);
-  const bool right = product.c_type == (integers ? Type::kS32 : Type::kF32) && integers == is_integer(product.b_type) && !product.from_bias;
+  const bool right = product.c_type == (integers ? Type::kS32 : Type::kF32) && integers == is_integer(product.b_type) &&
+                     !product.from_bias;
   if (!right) {
     Finding finding;
     finding.rule = "call";
-    finding.what = std::string(product.call) + (product.from_bias ? " with a bias table" : " of these types") + " is not what the runtime multiplies";
+    finding.what = std::string(product.call) + (product.from_bias ? " with a bias table" : " of these types") +
+                   " is not what the runtime multiplies";
     return report(std::move(finding));
   }
   if (product.m == 0 || product.k == 0 || product.n == 0) return;
@@ -207,11 +217,13 @@ void asc_set_hf32_round_mode(asc_hf32_round_mode mode) {
   if (here.core->hf32 != 0) asc_enable_hf32();
 }
 
-void asc_copy_l12l0a_mx(uint64_t to, fp8_e8m0_t* from, int x_start, int y_start, int x_steps, int y_steps, int source_stride,
-                        int destination_stride) {
-  copy_scales(kScaleA, to, from, x_start, y_start, x_steps, y_steps, source_stride, destination_stride, "asc_copy_l12l0a_mx");
+void asc_copy_l12l0a_mx(uint64_t to, fp8_e8m0_t* from, int x_start, int y_start, int x_steps, int y_steps,
+                        int source_stride, int destination_stride) {
+  copy_scales(kScaleA, to, from, x_start, y_start, x_steps, y_steps, source_stride, destination_stride,
+              "asc_copy_l12l0a_mx");
 }
-void asc_copy_l12l0b_mx(uint64_t to, fp8_e8m0_t* from, int x_start, int y_start, int x_steps, int y_steps, int source_stride,
-                        int destination_stride) {
-  copy_scales(kScaleB, to, from, x_start, y_start, x_steps, y_steps, source_stride, destination_stride, "asc_copy_l12l0b_mx");
+void asc_copy_l12l0b_mx(uint64_t to, fp8_e8m0_t* from, int x_start, int y_start, int x_steps, int y_steps,
+                        int source_stride, int destination_stride) {
+  copy_scales(kScaleB, to, from, x_start, y_start, x_steps, y_steps, source_stride, destination_stride,
+              "asc_copy_l12l0b_mx");
 }

@@ -18,12 +18,14 @@ void matrix_product(const Product& product);
 
 template <class C, class A, class B>
 void asc_mmad(C* c, A* a, B* b, int m, int k, int n, int, bool, bool from_bias, bool clear) {
-  glass::matrix_product({c, a, b, m, k, n, from_bias, clear, false, glass::type_of<C>(), glass::type_of<A>(), glass::type_of<B>(), "asc_mmad"});
+  glass::matrix_product({c, a, b, m, k, n, from_bias, clear, false, glass::type_of<C>(), glass::type_of<A>(),
+                         glass::type_of<B>(), "asc_mmad"});
 }
 // The scale factors lie in the memories beside L0A and L0B, at a sixteenth of the operands' addresses.
 template <class C, class A, class B>
 void asc_mmad_mx(C* c, A* a, B* b, int m, int k, int n, int, bool, bool from_bias, bool clear) {
-  glass::matrix_product({c, a, b, m, k, n, from_bias, clear, true, glass::type_of<C>(), glass::type_of<A>(), glass::type_of<B>(), "asc_mmad_mx"});
+  glass::matrix_product({c, a, b, m, k, n, from_bias, clear, true, glass::type_of<C>(), glass::type_of<A>(),
+                         glass::type_of<B>(), "asc_mmad_mx"});
 }
 
 // Products of float with operands rounded to HF32: 8 bits of exponent, 11 of mantissa.

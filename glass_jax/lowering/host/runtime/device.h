@@ -1,4 +1,5 @@
-// What the device's compiler gives a kernel by itself: qualifiers, names of pipes and modes, small vectors, mathematics.
+// What the device's compiler gives a kernel by itself: qualifiers, names of pipes and modes, small vectors,
+// mathematics.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +10,8 @@
 
 #include "types.h"
 
-// --- qualifiers: memories are told apart by their addresses and by the call, not by the type of a pointer ---------------
+// --- qualifiers: memories are told apart by their addresses and by the call, not by the type of a pointer
+// ---------------
 #define __NPU_ARCH__ 3510
 #define __aicore__
 #define __global__
@@ -40,7 +42,8 @@ struct dim3 {
 };
 }  // namespace cce
 
-// --- names ------------------------------------------------------------------------------------------------------------
+// --- names
+// ------------------------------------------------------------------------------------------------------------
 enum pipe_t { PIPE_S, PIPE_V, PIPE_M, PIPE_MTE1, PIPE_MTE2, PIPE_MTE3, PIPE_FIX, PIPE_ALL };
 enum event_t : int {};
 enum class asc_load_l2_cache_mode : uint8_t {};
@@ -120,7 +123,8 @@ GLASS_CONSTANT(distribution, DINTLV_B16, 1);
 GLASS_CONSTANT(distribution, DINTLV_B32, 2);
 #undef GLASS_CONSTANT
 
-// --- small vectors of SIMT threads ------------------------------------------------------------------------------------
+// --- small vectors of SIMT threads
+// ------------------------------------------------------------------------------------
 #define GLASS_VECTOR2(name, type) \
   struct alignas(2 * sizeof(type)) name { \
     type x, y; \
@@ -204,9 +208,12 @@ struct float8_e5m2x2_t {
 };
 enum glass_fp8_saturation { __ASC_NOSAT, __ASC_SATFINITE };
 enum glass_fp8_format { __ASC_E4M3, __ASC_E5M2 };
-inline __asc_fp8x2_storage_t __asc_cvt_float2_to_fp8x2(float2 value, glass_fp8_saturation saturation, glass_fp8_format format) {
+inline __asc_fp8x2_storage_t __asc_cvt_float2_to_fp8x2(float2 value, glass_fp8_saturation saturation,
+                                                       glass_fp8_format format) {
   const glass::Format& to = format == __ASC_E4M3 ? glass::kE4m3 : glass::kE5m2;
-  const auto bits = [&](float x) { return glass::encode(x, to, glass::Rounding::kNearestEven, saturation == __ASC_SATFINITE); };
+  const auto bits = [&](float x) {
+    return glass::encode(x, to, glass::Rounding::kNearestEven, saturation == __ASC_SATFINITE);
+  };
   return static_cast<uint16_t>(bits(value.x) | bits(value.y) << 8);
 }
 inline float2 __e4m3x22float2(float8_e4m3x2_t x) {
@@ -216,7 +223,8 @@ inline float2 __e5m2x22float2(float8_e5m2x2_t x) {
   return {glass::decode(x.bits & 0xff, glass::kE5m2), glass::decode(x.bits >> 8, glass::kE5m2)};
 }
 
-// --- mathematics ------------------------------------------------------------------------------------------------------
+// --- mathematics
+// ------------------------------------------------------------------------------------------------------
 template <class A, class B>
 auto min(A a, B b) {
   using T = std::common_type_t<A, B>;

@@ -11,11 +11,13 @@ struct Kernel {
   const char* name;
   bool cube, vector;  // which cores it has work for
   bool together;      // blocks wait for each other: all of them must be there at once
-  bool ordered;       // blocks update the same elements: one block after the other, or rounding would depend on the threads
+  bool ordered;  // blocks update the same elements: one block after the other, or rounding would depend on the threads
   void (*entry)(void* const* arguments);
 };
 
 int run_kernel(const GlassHostLaunch* request, const Kernel& kernel);
+
+enum class Access : uint8_t { kRead, kWrite, kUpdate, kAtomic };
 
 // The UB of the core whose program runs, as an address that threads can use.
 uint8_t* ub_base();

@@ -13,7 +13,8 @@ namespace {
 
 thread_local Fiber* running = nullptr;
 
-// Stacks are kept for the next fiber of their size: a launch makes hundreds. Below each lies a page that must not be touched.
+// Stacks are kept for the next fiber of their size: a launch makes hundreds. Below each lies a page that must not be
+// touched.
 class Stacks {
  public:
   ~Stacks() {

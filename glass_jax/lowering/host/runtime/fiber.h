@@ -1,4 +1,5 @@
-// A function that can stop in the middle and go on later, in the thread that runs it: a core's scalar program, a SIMT thread.
+// A function that can stop in the middle and go on later, in the thread that runs it: a core's scalar program, a SIMT
+// thread.
 #pragma once
 
 #include <ucontext.h>

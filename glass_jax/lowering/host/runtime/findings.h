@@ -1,4 +1,5 @@
-// What a launch found: one entry for each kind at each place, with the numbers of the first time and how often it was met.
+// What a launch found: one entry for each kind at each place, with the numbers of the first time and how often it was
+// met.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +11,8 @@
 namespace glass {
 
 struct Finding {
-  std::string rule;             // race, deadlock, out_of_bounds, unwritten_read, missing_barrier, flag, step_limit, call
-  std::string what;             // a sentence with the numbers
+  std::string rule;  // race, deadlock, out_of_bounds, unwritten_read, missing_barrier, flag, step_limit, call
+  std::string what;  // a sentence with the numbers
   std::string pipe, other_pipe, memory, core;
   int block = -1;
   int64_t begin = -1, end = -1;  // bytes of the memory, or of the array in global memory

@@ -1,5 +1,6 @@
 /* How a process calls a generated kernel that was compiled for this machine. Every kernel's shared object exports
- * glass_host_launch; all else of the runtime is its own business. Plain C, so that ctypes and other languages can call it. */
+ * glass_host_launch; all else of the runtime is its own business. Plain C, so that ctypes and other languages can call
+ * it. */
 #ifndef GLASS_HOST_H_
 #define GLASS_HOST_H_
 
@@ -26,7 +27,7 @@ enum { GLASS_HOST_BY_TURNS = 0, GLASS_HOST_RANDOM = 1, GLASS_HOST_LOADS_FIRST = 
 enum { GLASS_HOST_RACES = 1, GLASS_HOST_BOUNDS = 2, GLASS_HOST_UNWRITTEN = 4 };
 
 typedef struct {
-  uint32_t abi; /* GLASS_HOST_ABI */
+  uint32_t abi;                   /* GLASS_HOST_ABI */
   const GlassHostBuffer* buffers; /* one for each parameter of the generated function, in its order */
   uint32_t num_buffers;
   uint32_t block_dim;
@@ -48,4 +49,4 @@ int glass_host_launch(const GlassHostLaunch* launch);
 #ifdef __cplusplus
 }
 #endif
-#endif  /* GLASS_HOST_H_ */
+#endif /* GLASS_HOST_H_ */

@@ -6,6 +6,7 @@
 #include "cube.h"
 #include "entry.h"
 #include "simd.h"
+#include "simd_merging.h"
 #include "simt.h"
 #include "sync.h"
 
@@ -30,10 +31,14 @@ struct Deferred;
 template <class... Parameters, void (*Region)(Parameters...)>
 struct Deferred<Region> {
   template <size_t... I>
-  static void run(const uint64_t* words, std::index_sequence<I...>) { Region(from_word<Parameters>(words[I])...); }
+  static void run(const uint64_t* words, std::index_sequence<I...>) {
+    Region(from_word<Parameters>(words[I])...);
+  }
   static void record(const char* name, Parameters... arguments) {
     const uint64_t words[] = {to_word(arguments)..., 0};
-    record_region(name, [](const uint64_t* w) { run(w, std::index_sequence_for<Parameters...>()); }, words, sizeof...(Parameters));
+    record_region(
+        name, [](const uint64_t* w) { run(w, std::index_sequence_for<Parameters...>()); }, words,
+        sizeof...(Parameters));
   }
 };
 

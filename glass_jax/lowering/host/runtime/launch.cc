@@ -8,7 +8,6 @@
 #include "findings.h"
 #include "machine.h"
 #include "memory.h"
-#include "races.h"
 
 namespace glass {
 namespace {
@@ -26,7 +25,8 @@ std::unique_ptr<Block> new_block(Launch& launch, int index, Memory& memory, Find
     core.block = block.get();
     // A kernel without a cube part runs on one vector core a block.
     const bool runs = i == 0 ? kernel.cube : kernel.vector && (i == 1 || kernel.cube);
-    if (runs) core.program = std::make_unique<Fiber>([&launch, &kernel] { kernel.entry(launch.arguments.data()); }, 1 << 20);
+    if (runs)
+      core.program = std::make_unique<Fiber>([&launch, &kernel] { kernel.entry(launch.arguments.data()); }, 1 << 20);
   }
   return block;
 }
@@ -37,7 +37,6 @@ bool run_in_thread(Launch& launch, std::atomic<uint32_t>& next, std::vector<Find
   bool done = true;
   for (uint32_t i = next++; i < launch.request->block_dim; i = next++) {
     memory.poison();
-    forget_accesses();
     std::vector<std::unique_ptr<Block>> one;
     one.push_back(new_block(launch, static_cast<int>(i), memory, findings[i]));
     done &= run_blocks(one);
@@ -53,7 +52,6 @@ bool run_together(Launch& launch, std::vector<Findings>& findings) {
     memories.back()->poison();
     blocks.push_back(new_block(launch, static_cast<int>(i), *memories.back(), findings[i]));
   }
-  forget_accesses();
   return run_blocks(blocks);
 }
 
@@ -65,10 +63,12 @@ Bytes Launch::global(uint32_t buffer, size_t offset) const {
 }
 
 int run_kernel(const GlassHostLaunch* request, const Kernel& kernel) {
+  if (request->abi != GLASS_HOST_ABI) return 1;
   Launch launch;
   launch.request = request;
   launch.kernel = &kernel;
   for (uint32_t i = 0; i < request->num_buffers; ++i) launch.arguments.push_back(request->buffers[i].data);
+  if (launch.races()) launch.shadows.resize(request->num_buffers);
   if (launch.unwritten())
     for (uint32_t i = 0; i < request->num_buffers; ++i) {
       const GlassHostBuffer& buffer = request->buffers[i];
@@ -82,7 +82,8 @@ int run_kernel(const GlassHostLaunch* request, const Kernel& kernel) {
   } else {
     // Checks keep shadows of global memory, which blocks share.
     const bool one_by_one = kernel.ordered || launch.races() || launch.unwritten();
-    const uint32_t threads = one_by_one ? 1 : std::clamp<uint32_t>(request->threads, 1, std::max<uint32_t>(request->block_dim, 1));
+    const uint32_t threads =
+        one_by_one ? 1 : std::clamp<uint32_t>(request->threads, 1, std::max<uint32_t>(request->block_dim, 1));
     std::atomic<uint32_t> next{0};
     std::atomic<bool> all_done{true};
     const auto work = [&] {

@@ -1,5 +1,5 @@
-// The machine that a kernel runs on: blocks of three cores (one cube core, two vector cores), seven pipes a core, and the
-// memories that they share. A core's scalar program only records what each pipe shall do; the scheduler does it.
+// The machine that a kernel runs on: blocks of three cores (one cube core, two vector cores), seven pipes a core, and
+// the memories that they share. A core's scalar program only records what each pipe shall do; the scheduler does it.
 #pragma once
 
 #include <array>
@@ -12,6 +12,7 @@
 
 #include "entry.h"
 #include "fiber.h"
+#include "races.h"
 
 namespace glass {
 
@@ -20,22 +21,25 @@ enum Space : uint8_t { kUB0, kUB1, kL1, kL0A, kL0B, kL0C, kScaleA, kScaleB, kSpa
 inline constexpr int kCores = 3, kIds = 32;
 inline constexpr int kTracks = kCores * kPipes;  // what a vector clock counts: the pipes of a block
 
-// Bytes of each memory of the 950. 8 KiB of UB belong to the compiler. The scale factors of MX products lie beside L0A and
-// L0B, in memories whose addresses are a sixteenth of the data's.
-inline constexpr size_t kBytes[kSpaces] = {248 << 10, 248 << 10, 512 << 10, 64 << 10, 64 << 10, 256 << 10, 4 << 10, 4 << 10};
+// Bytes of each memory of the 950. 8 KiB of UB belong to the compiler. The scale factors of MX products lie beside L0A
+// and L0B, in memories whose addresses are a sixteenth of the data's.
+inline constexpr size_t kBytes[kSpaces] = {248 << 10, 248 << 10, 512 << 10, 64 << 10,
+                                           64 << 10,  256 << 10, 4 << 10,   4 << 10};
 
 const char* name_of(Pipe pipe);
 const char* name_of(Space space);
 const char* name_of_core(int core);
 
-using Clock = std::array<uint32_t, kTracks>;
+// For each pipe of a block how many of its ops are known to have happened; last, which barrier of all blocks.
+using Clock = std::array<uint32_t, kTracks + 1>;
 void join(Clock& clock, const Clock& other);
 
-// What a pipe does next. Signals carry an identity (a flag, a counter, a lock) and the pipe that they come from or go to.
+// What a pipe does next. Signals carry an identity (a flag, a counter, a lock) and the pipe that they come from or go
+// to.
 struct Op {
   enum Kind : uint8_t { kWork, kSet, kWait, kLock, kUnlock, kArrive, kAwait, kBarrier, kOrder };
   Kind kind = kWork;
-  uint8_t other = 0;   // kSet, kWait: the other pipe; kArrive, kAwait: a Reach
+  uint8_t other = 0;  // kSet, kWait: the other pipe; kArrive, kAwait: a Reach
   uint8_t id = 0;
   uint32_t line = 0;   // of the generated source
   uint32_t count = 0;  // kLock: how many unlocks of this id come before it in program order
@@ -44,8 +48,8 @@ struct Op {
   std::shared_ptr<const Clock> after;  // kOrder: what the program had waited for before it issued the ops that follow
 };
 
-// Whom a signal between cores reaches: the other kind of core in the block, the two vector cores, all three, or all cores
-// of a kind in all blocks.
+// Whom a signal between cores reaches: the other kind of core in the block, the two vector cores, all three, or all
+// cores of a kind in all blocks.
 enum Reach : uint8_t { kIntra, kSubblock, kWholeBlock, kInter, kReaches };
 
 struct Signal {
@@ -55,7 +59,7 @@ struct Signal {
 
 struct Queue {
   std::deque<Op> ops;
-  Clock clock{};       // of each track, what is known to have happened before the next op; of its own: what has finished
+  Clock clock{};  // of each track, what is known to have happened before the next op; of its own: what has finished
   uint32_t issued = 0;
   uint32_t order = 0;  // which of the program's waits its ops are known to come after
 };
@@ -97,7 +101,7 @@ struct Block {
   int index = 0;
   Launch* launch = nullptr;
   const std::vector<std::unique_ptr<Block>>* together = nullptr;  // it and those that run at the same time
-  Memory* memory = nullptr;  // of all spaces
+  Memory* memory = nullptr;                                       // of all spaces
   Findings* findings = nullptr;
   Core core[kCores];
 };
@@ -106,7 +110,10 @@ struct Launch {
   const GlassHostLaunch* request;
   const Kernel* kernel;
   std::vector<void*> arguments;
-  std::vector<std::unique_ptr<uint8_t[]>> unwritten_flags;  // of each array, a flag a byte, where unwritten bytes are looked for
+  std::vector<std::unique_ptr<uint8_t[]>>
+      unwritten_flags;                       // of each array, a flag a byte, where unwritten bytes are looked for
+  std::vector<Shadow> shadows;               // of the arrays, where races are looked for
+  std::vector<std::vector<Clock>> arrivals;  // for each barrier of all blocks, what each block had done when it arrived
   Bytes global(uint32_t buffer, size_t offset) const;
   bool races() const { return request->checks & GLASS_HOST_RACES; }
   bool bounds() const { return request->checks & GLASS_HOST_BOUNDS; }

@@ -19,8 +19,8 @@ Bytes nobodys(size_t size) {
   return {area.data(), here.block->launch->unwritten() ? area.data() + area.size() / 2 : nullptr};
 }
 
-// Generated code counts addresses from 0. UB alone has real ones, of the core's own UB, since SIMT threads dereference them;
-// the cube core's pointers into UB are those of the first vector core, whichever UB a copy then writes.
+// Generated code counts addresses from 0. UB alone has real ones, of the core's own UB, since SIMT threads dereference
+// them; the cube core's pointers into UB are those of the first vector core, whichever UB a copy then writes.
 size_t offset_in(Space space, const void* pointer) {
   const uintptr_t address = reinterpret_cast<uintptr_t>(pointer);
   if (space > kUB1 || address < (1u << 20)) return address;
@@ -34,8 +34,9 @@ void report_out_of_bounds(const char* memory, int64_t offset, size_t size, uint6
   finding.memory = memory;
   finding.begin = offset;
   finding.end = end;
-  finding.what = std::string(here.name) + " " + (access == Access::kRead ? "reads" : "writes") + " bytes " + std::to_string(offset) +
-                 " to " + std::to_string(end) + " of " + memory + ", which has " + std::to_string(bytes);
+  finding.what = std::string(here.name) + " " + (access == Access::kRead ? "reads" : "writes") + " bytes " +
+                 std::to_string(offset) + " to " + std::to_string(end) + " of " + memory + ", which has " +
+                 std::to_string(bytes);
   report(std::move(finding));
 }
 
@@ -56,6 +57,7 @@ void Memory::poison() {
       if (flags_) std::memset(unwritten_[space].get() + low_[space], 1, high_[space] - low_[space]);
     }
     low_[space] = kBytes[space], high_[space] = 0;
+    shadows_[space].clear();
   }
 }
 
@@ -67,7 +69,7 @@ Bytes on_chip(Space space, const void* pointer, size_t size, Access access) {
   }
   Memory& memory = *here.block->memory;
   if (access != Access::kRead) memory.wrote(space, offset, offset + size);
-  if (here.block->launch->races()) touch(space, offset, size, access);
+  if (here.block->launch->races()) memory.shadow(space).touch(offset, offset + size, access, name_of(space));
   return memory.at(space, offset);
 }
 
@@ -89,8 +91,12 @@ Bytes in_global(const void* pointer, size_t size, Access access) {
   Launch& launch = *here.block->launch;
   const InArray place = locate(pointer, size);
   if (place.inside) {
-    if (launch.races()) touch_global(place.buffer, static_cast<size_t>(place.offset), size, access);
-    return launch.global(place.buffer, static_cast<size_t>(place.offset));
+    const size_t offset = static_cast<size_t>(place.offset);
+    const GlassHostBuffer& array = launch.request->buffers[place.buffer];
+    // Arrays that the kernel only reads are not followed: nobody writes them.
+    if (launch.races() && (array.result != 0 || access != Access::kRead))
+      launch.shadows[place.buffer].touch(offset, offset + size, access, array.name);
+    return launch.global(place.buffer, offset);
   }
   const GlassHostBuffer& buffer = launch.request->buffers[place.buffer];
   report_out_of_bounds(buffer.name, place.offset, size, buffer.bytes, access);
@@ -126,7 +132,8 @@ void check_written(Bytes bytes, size_t size, const char* memory, int64_t offset,
   finding.memory = memory;
   finding.begin = begin;
   finding.end = end;
-  finding.what = std::string(here.name) + " " + does + " bytes " + std::to_string(begin) + " to " + std::to_string(end) + " of " + memory;
+  finding.what = std::string(here.name) + " " + does + " bytes " + std::to_string(begin) + " to " +
+                 std::to_string(end) + " of " + memory;
   report(std::move(finding));
 }
 

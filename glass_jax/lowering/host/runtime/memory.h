@@ -10,8 +10,6 @@
 
 namespace glass {
 
-enum class Access : uint8_t { kRead, kWrite, kUpdate };
-
 // The on-chip memories of a block, 0xff wherever nothing was written: NaN in every float type.
 class Memory {
  public:
@@ -21,6 +19,7 @@ class Memory {
   Bytes at(Space space, size_t offset) {
     return {data_[space].get() + offset, flags_ ? unwritten_[space].get() + offset : nullptr};
   }
+  Shadow& shadow(Space space) { return shadows_[space]; }
   void wrote(Space space, size_t begin, size_t end) {
     if (begin < low_[space]) low_[space] = begin;
     if (end > high_[space]) high_[space] = end;
@@ -29,11 +28,13 @@ class Memory {
  private:
   bool flags_;
   std::unique_ptr<uint8_t[]> data_[kSpaces], unwritten_[kSpaces];
+  Shadow shadows_[kSpaces];
   size_t low_[kSpaces], high_[kSpaces];  // what was written lies between
 };
 
-// The `size` bytes of a memory from `pointer`, which generated code either counts from 0 or, for UB, takes from ub_base().
-// Out of bounds: a finding, and bytes that belong to nobody. Writing clears the flags only if the caller does.
+// The `size` bytes of a memory from `pointer`, which generated code either counts from 0 or, for UB, takes from
+// ub_base(). Out of bounds: a finding, and bytes that belong to nobody. Writing clears the flags only if the caller
+// does.
 Bytes on_chip(Space space, const void* pointer, size_t size, Access access);
 
 // The same for an array in global memory, which is where the caller of the kernel put it.

@@ -1,4 +1,5 @@
-// Runs a block: the scalar programs as far as they go, then pipes in the order that a policy chooses, until all is done.
+// Runs a block: the scalar programs as far as they go, then pipes in the order that a policy chooses, until all is
+// done.
 #include <algorithm>
 #include <string>
 
@@ -14,8 +15,8 @@ thread_local Position here;
 
 namespace {
 
-constexpr uint64_t kMostPending = 1 << 16;    // a program that is so far ahead of its pipes waits for them
-constexpr uint64_t kMostOps = 1 << 24;        // a block with more than so many is taken to be one that never ends
+constexpr uint64_t kMostPending = 1 << 16;  // a program that is so far ahead of its pipes waits for them
+constexpr uint64_t kMostOps = 1 << 24;      // a block with more than so many is taken to be one that never ends
 
 // A generator of its own: the same numbers on every machine.
 class Random {
@@ -58,7 +59,9 @@ void flag_finding(const std::string& what, uint32_t other_line) {
 }
 
 void raise(std::deque<Signal>& counter, Signal signal, const std::string& what) {
-  if (counter.size() == 15) flag_finding(what + " is raised for the sixteenth time before it is waited for; it counts to 15", counter.front().line);
+  if (counter.size() == 15)
+    flag_finding(what + " is raised for the sixteenth time before it is waited for; it counts to 15",
+                 counter.front().line);
   counter.push_back(signal);
 }
 
@@ -82,13 +85,26 @@ void arrive(Block& block, Core& core, const Op& op) {
     }
   core.arrived[op.other][op.id].push_back(signal);
   if (!std::all_of(group.begin(), group.end(), [&](Core* c) { return !c->arrived[op.other][op.id].empty(); })) return;
-  Signal all{{}, op.line};
+  // What all of a block had done is known to its own cores as a clock, and to the others by the barrier's number.
+  std::vector<Clock> done(op.other == kInter ? block.launch->request->block_dim : 0);
+  Clock own{};
   for (Core* member : group) {
-    // Clocks count pipes of one block; other blocks' are kept apart by the shadow of global memory.
-    if (member->block == &block) join(all.clock, member->arrived[op.other][op.id].front().clock);
+    const Clock& clock = member->arrived[op.other][op.id].front().clock;
+    if (op.other == kInter) join(done[member->block->index], clock);
+    else join(own, clock);
     member->arrived[op.other][op.id].pop_front();
   }
-  for (Core* member : group) raise(member->counter[op.other][op.id], all, what);
+  std::vector<std::vector<Clock>>& arrivals = block.launch->arrivals;
+  if (op.other == kInter) {
+    if (!arrivals.empty())
+      for (size_t i = 0; i < done.size(); ++i) join(done[i], arrivals.back()[i]);
+    arrivals.push_back(done);
+  }
+  for (Core* member : group) {
+    Signal all{op.other == kInter ? done[member->block->index] : own, op.line};
+    if (op.other == kInter) all.clock[kTracks] = static_cast<uint32_t>(arrivals.size());
+    raise(member->counter[op.other][op.id], all, what);
+  }
 }
 
 // Does what an op says, in the place that `here` tells.
@@ -106,7 +122,8 @@ void execute(const Op& op) {
       std::deque<Signal>& flag = core.flag[pipe][op.other][op.id];
       if (!flag.empty())
         flag_finding("flag " + std::to_string(op.id) + " from " + name_of(pipe) + " to " + name_of(Pipe(op.other)) +
-                         " is set again before it was waited for", flag.front().line);
+                         " is set again before it was waited for",
+                     flag.front().line);
       flag.push_back({finished(core, pipe), op.line});
       break;
     }
@@ -160,10 +177,13 @@ bool advance(Block& block, Core& core) {
 std::string waiting(const Core& core, Pipe pipe) {
   const Op& op = core.pipe[pipe].ops.front();
   const std::string id = std::to_string(op.id);
-  std::string what = std::string(name_of(pipe)) + " of the " + name_of_core(core.index) + " core (line " + std::to_string(op.line) + ") waits for ";
+  std::string what = std::string(name_of(pipe)) + " of the " + name_of_core(core.index) + " core (line " +
+                     std::to_string(op.line) + ") waits for ";
   if (op.kind == Op::kWait) what += "flag " + id + " from " + name_of(Pipe(op.other));
   else if (op.kind == Op::kAwait) what += "counter " + id + " of another core";
-  else what += "mutex " + id + ", unlocked " + std::to_string(core.unlocked[op.id]) + " of " + std::to_string(op.count) + " times";
+  else
+    what += "mutex " + id + ", unlocked " + std::to_string(core.unlocked[op.id]) + " of " + std::to_string(op.count) +
+            " times";
   return what;
 }
 
@@ -173,16 +193,18 @@ bool any_left(Block& block) {
   for (Core& core : block.core) {
     here = {&block, &core, kScalar, ""};
     if (core.program != nullptr && !core.program->ended()) {
-      what += (what.empty() ? "" : "; ") + std::string("the program of the ") + name_of_core(core.index) + " core (line " +
-              std::to_string(core.line) + ") waits for " + core.waits_for;
-      if (finding.line == 0) finding.line = core.line, finding.pipe = name_of(kScalar), finding.core = name_of_core(core.index);
+      what += (what.empty() ? "" : "; ") + std::string("the program of the ") + name_of_core(core.index) +
+              " core (line " + std::to_string(core.line) + ") waits for " + core.waits_for;
+      if (finding.line == 0)
+        finding.line = core.line, finding.pipe = name_of(kScalar), finding.core = name_of_core(core.index);
     }
     for (int p = 0; p < kPipes; ++p) {
       const Pipe pipe = static_cast<Pipe>(p);
       if (core.pipe[pipe].ops.empty()) continue;
       what += (what.empty() ? "" : "; ") + waiting(core, pipe);
       const Op& op = core.pipe[pipe].ops.front();
-      if (finding.line == 0) finding.line = op.line, finding.pipe = name_of(pipe), finding.core = name_of_core(core.index);
+      if (finding.line == 0)
+        finding.line = op.line, finding.pipe = name_of(pipe), finding.core = name_of_core(core.index);
       if (finding.other_pipe.empty() && op.kind == Op::kWait) finding.other_pipe = name_of(Pipe(op.other));
     }
   }
@@ -202,14 +224,17 @@ void check_left_signals(Block& block) {
           if (!core.flag[from][to][id].empty()) {
             glass_line = core.flag[from][to][id].front().line;
             here.pipe = static_cast<Pipe>(from);
-            flag_finding("flag " + std::to_string(id) + " from " + name_of(Pipe(from)) + " to " + name_of(Pipe(to)) + " is still set at the end: the next kernel finds it so", 0);
+            flag_finding("flag " + std::to_string(id) + " from " + name_of(Pipe(from)) + " to " + name_of(Pipe(to)) +
+                             " is still set at the end: the next kernel finds it so",
+                         0);
           }
     for (int reach = 0; reach < kReaches; ++reach)
       for (int id = 0; id < kIds; ++id)
         if (!core.counter[reach][id].empty()) {
           glass_line = core.counter[reach][id].front().line;
           here.pipe = kScalar;
-          flag_finding("counter " + std::to_string(id) + " between cores is above 0 at the end: the next kernel finds it so", 0);
+          flag_finding(
+              "counter " + std::to_string(id) + " between cores is above 0 at the end: the next kernel finds it so", 0);
         }
   }
 }
@@ -217,7 +242,7 @@ void check_left_signals(Block& block) {
 }  // namespace
 
 void join(Clock& clock, const Clock& other) {
-  for (int i = 0; i < kTracks; ++i) clock[i] = std::max(clock[i], other[i]);
+  for (size_t i = 0; i < clock.size(); ++i) clock[i] = std::max(clock[i], other[i]);
 }
 
 void record(Pipe pipe, Op op) {

@@ -1,5 +1,5 @@
-// Registers, masks and the calls that work on them. Bodies are in simd_*.cc, compiled once for every element type that a call
-// takes; a type that it does not take is an undefined symbol when the kernel is linked.
+// Registers, masks and the calls that work on them. Bodies are in simd_*.cc, compiled once for every element type that
+// a call takes; a type that it does not take is an undefined symbol when the kernel is linked.
 #pragma once
 
 #include "device.h"
@@ -57,7 +57,8 @@ using vector_uint32_t = vector_u32;
 
 namespace glass {  // where argument-dependent lookup finds what follows, for registers and masks
 
-// --- masks ------------------------------------------------------------------------------------------------------------
+// --- masks
+// ------------------------------------------------------------------------------------------------------------
 #define GLASS_MASKS(suffix, width) \
   template <int Pattern> \
   Mask asc_create_mask_##suffix(Constant<struct ::glass_pattern, Pattern>) { \
@@ -85,7 +86,8 @@ void asc_pack_to_high(Mask& d, const Mask& a);
 void asc_unpack_lower(Mask& d, const Mask& a);
 void asc_unpack_upper(Mask& d, const Mask& a);
 
-// --- arithmetic, logic, comparison: lanes that the mask leaves out become zero ---------------------------------------------
+// --- arithmetic, logic, comparison: lanes that the mask leaves out become zero
+// ---------------------------------------------
 #define GLASS_BINARY(name) \
   template <class T> \
   void name(Vec<T>& d, const Vec<T>& a, const Vec<T>& b, const Mask& m);
@@ -166,8 +168,10 @@ GLASS_COMPARE(asc_le)
 // Sums and differences with the carry of each lane (of a difference: 1 if nothing was borrowed).
 void asc_add(Mask& carry, Vec<uint32_t>& d, const Vec<uint32_t>& a, const Vec<uint32_t>& b, const Mask& m);
 void asc_sub(Mask& carry, Vec<uint32_t>& d, const Vec<uint32_t>& a, const Vec<uint32_t>& b, const Mask& m);
-void asc_addc(Mask& carry, Vec<uint32_t>& d, const Vec<uint32_t>& a, const Vec<uint32_t>& b, const Mask& carried, const Mask& m);
-void asc_subc(Mask& carry, Vec<uint32_t>& d, const Vec<uint32_t>& a, const Vec<uint32_t>& b, const Mask& carried, const Mask& m);
+void asc_addc(Mask& carry, Vec<uint32_t>& d, const Vec<uint32_t>& a, const Vec<uint32_t>& b, const Mask& carried,
+              const Mask& m);
+void asc_subc(Mask& carry, Vec<uint32_t>& d, const Vec<uint32_t>& a, const Vec<uint32_t>& b, const Mask& carried,
+              const Mask& m);
 template <class T>
 void asc_mull(Vec<T>& low, Vec<T>& high, const Vec<T>& a, const Vec<T>& b, const Mask& m);
 
@@ -181,8 +185,9 @@ void asc_arange(Vec<T>& d, std::type_identity_t<T> from);
 template <class T>
 void asc_arange_descend(Vec<T>& d, std::type_identity_t<T> from);
 
-// --- rearrangement ------------------------------------------------------------------------------------------------------
-// By the size of a lane alone.
+// --- rearrangement
+// ------------------------------------------------------------------------------------------------------ By the size of
+// a lane alone.
 void interleave(Register& d0, Register& d1, const Register& a, const Register& b, int size);
 void deinterleave(Register& d0, Register& d1, const Register& a, const Register& b, int size);
 void gather_lanes(Register& d, const Register& a, const Register& index, int size, int index_size);
@@ -223,29 +228,41 @@ void asc_unpack_upper(Vec<D>& d, const Vec<T>& a) {
 // Of each lane, how many lanes before it the mask selects.
 template <class T>
 void asc_unsqueeze(Vec<T>& d, const Mask& m);
-// How often each byte occurs among the lanes of the mask, or it and all smaller ones, added to d: bytes 0 to 127, 128 to 255.
+// How often each byte occurs among the lanes of the mask, or it and all smaller ones, added to d: bytes 0 to 127, 128
+// to 255.
 void asc_frequency_histogram_bin0(Vec<uint16_t>& d, const Vec<uint8_t>& a, const Mask& m);
 void asc_frequency_histogram_bin1(Vec<uint16_t>& d, const Vec<uint8_t>& a, const Mask& m);
 void asc_cumulative_histogram_bin0(Vec<uint16_t>& d, const Vec<uint8_t>& a, const Mask& m);
 void asc_cumulative_histogram_bin1(Vec<uint16_t>& d, const Vec<uint8_t>& a, const Mask& m);
 
-// --- conversion ---------------------------------------------------------------------------------------------------------
+// --- conversion
+// ---------------------------------------------------------------------------------------------------------
 struct Conversion {
   Type to, from;
   Rounding rounding = Rounding::kNearestEven;
   bool saturate = false;
-  int part = 0;  // which of the narrow lanes that lie under a wide one
+  int part = 0;        // which of the narrow lanes that lie under a wide one
+  bool merge = false;  // lanes that are not written stay as they are, instead of zero
 };
 void convert(Register& d, const Register& a, const Mask& m, const Conversion& conversion);
 constexpr bool is_number(Type type) { return type != Type::kE8M0 && type != Type::kU64; }
 
 template <int V>
-void control(Conversion& c, Constant<struct ::glass_round, V>) { c.rounding = static_cast<Rounding>(V); }
+void control(Conversion& c, Constant<struct ::glass_round, V>) {
+  c.rounding = static_cast<Rounding>(V);
+}
 template <int V>
-void control(Conversion& c, Constant<struct ::glass_saturation, V>) { c.saturate = V != 0; }
+void control(Conversion& c, Constant<struct ::glass_saturation, V>) {
+  c.saturate = V != 0;
+}
 template <int V>
-void control(Conversion& c, Constant<struct ::glass_part, V>) { c.part = V; }
-inline void control(Conversion&, Constant<struct ::glass_mode, 0>) {}
+void control(Conversion& c, Constant<struct ::glass_part, V>) {
+  c.part = V;
+}
+template <int V>
+void control(Conversion& c, Constant<struct ::glass_mode, V>) {
+  c.merge = V != 0;
+}
 template <class D, class T, class... Controls>
 void vcvt(Vec<D>& d, const Vec<T>& a, const Mask& m, Controls... controls) {
   static_assert(is_number(type_of<D>()) && is_number(type_of<T>()), "the runtime does not convert these types");
@@ -266,12 +283,23 @@ void vmadd(Vec<T>& d, const Vec<T>& a, const Vec<T>& b, const Mask& m, Mode) {
   fused(d, a, b, m, true);
 }
 
-// --- loads and stores -----------------------------------------------------------------------------------------------------
-enum class Load : uint8_t { kNormal, kBroadcast, kUpsample, kDownsample, kUnpack, kUnpack4, kBroadcastBlock, kElementToBlock };
+// --- loads and stores
+// -----------------------------------------------------------------------------------------------------
+enum class Load : uint8_t {
+  kNormal,
+  kBroadcast,
+  kUpsample,
+  kDownsample,
+  kUnpack,
+  kUnpack4,
+  kBroadcastBlock,
+  kElementToBlock
+};
 void load(Register& d, const void* from, int size, Load distribution);
 void load_deinterleaved(Register& d0, Register& d1, const void* from, int size);
 void load_blocks(Register& d, const void* from, const Register& index, const Mask* m);
-void load_indexed(Register& d, const void* from, const Register& index, const Mask& m, int size, int index_size, int lane_size);
+void load_indexed(Register& d, const void* from, const Register& index, const Mask& m, int size, int index_size,
+                  int lane_size);
 enum class Store : uint8_t { kNormal, kFirst, kPack, kPackQuarter };
 void store(void* to, const Register& a, const Mask& m, int size, Store distribution);
 void store_blocks(void* to, const Register& a, const Mask& m, int size, uint16_t block_stride);
@@ -367,10 +395,6 @@ using glass::asc_update_addr_reg_b8;
 using glass::asc_update_mask_b16;
 using glass::asc_update_mask_b32;
 using glass::asc_update_mask_b8;
-using glass::vcvt;
-using glass::vmadd;
-using glass::vmula;
-
 // Later loads and stores of a region come after earlier ones.
 void glass_memory_barrier(int kind);
 template <int Kind>

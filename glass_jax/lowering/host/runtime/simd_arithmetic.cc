@@ -8,7 +8,9 @@ namespace glass {
 namespace {
 
 template <class T>
-T to_lane(float value) { return T(value); }
+T to_lane(float value) {
+  return T(value);
+}
 
 // With a NaN, NaN; +0 is larger than -0.
 template <class T>
@@ -41,11 +43,16 @@ T quotient(T a, T b) {
 }
 
 template <class T>
-using Unsigned = std::make_unsigned_t<std::conditional_t<std::is_integral_v<T>, T, std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>>>;
+using Unsigned = std::make_unsigned_t<
+    std::conditional_t<std::is_integral_v<T>, T, std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>>>;
 template <class T>
-Unsigned<T> raw(T value) { return std::bit_cast<Unsigned<T>>(value); }
+Unsigned<T> raw(T value) {
+  return std::bit_cast<Unsigned<T>>(value);
+}
 template <class T>
-T cooked(Unsigned<T> bits) { return std::bit_cast<T>(bits); }
+T cooked(Unsigned<T> bits) {
+  return std::bit_cast<T>(bits);
+}
 
 // Sums and products of integers without the overflow that C++ leaves undefined.
 template <class T, class F>
@@ -53,9 +60,18 @@ T wrapped(T a, T b, F f) {
   if constexpr (kIsFloat<T>) return T(f(a, b));
   else return static_cast<T>(f(static_cast<uint64_t>(a), static_cast<uint64_t>(b)));
 }
-template <class T> T sum(T a, T b) { return wrapped(a, b, [](auto x, auto y) { return x + y; }); }
-template <class T> T difference(T a, T b) { return wrapped(a, b, [](auto x, auto y) { return x - y; }); }
-template <class T> T product(T a, T b) { return wrapped(a, b, [](auto x, auto y) { return x * y; }); }
+template <class T>
+T sum(T a, T b) {
+  return wrapped(a, b, [](auto x, auto y) { return x + y; });
+}
+template <class T>
+T difference(T a, T b) {
+  return wrapped(a, b, [](auto x, auto y) { return x - y; });
+}
+template <class T>
+T product(T a, T b) {
+  return wrapped(a, b, [](auto x, auto y) { return x * y; });
+}
 
 template <class T>
 T negated(T a) {
@@ -71,7 +87,9 @@ T magnitude(T a) {
 // a * b + c with one rounding.
 float multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
 template <class T>
-T multiply_add(T a, T b, T c) { return T(static_cast<float>(static_cast<double>(float(a)) * float(b) + float(c))); }
+T multiply_add(T a, T b, T c) {
+  return T(static_cast<float>(static_cast<double>(float(a)) * float(b) + float(c)));
+}
 
 // A signed number keeps its sign when it is shifted left.
 template <class T>
@@ -167,7 +185,8 @@ void fused(Vec<T>& d, const Vec<T>& a, const Vec<T>& b, const Mask& m, bool add_
   for (int w = 0; w < 4; ++w) depends[w] |= old.unwritten[w];
   Vec<T> result;
   for_lanes(result, m, depends, [&](int i) {
-    return add_to_product ? multiply_add(a.lanes()[i], old.lanes()[i], b.lanes()[i]) : multiply_add(a.lanes()[i], b.lanes()[i], old.lanes()[i]);
+    return add_to_product ? multiply_add(a.lanes()[i], old.lanes()[i], b.lanes()[i])
+                          : multiply_add(a.lanes()[i], b.lanes()[i], old.lanes()[i]);
   });
   asc_select(d, result, old, m);
 }
@@ -225,13 +244,16 @@ void asc_add(Mask& carry, Vec<uint32_t>& d, const Vec<uint32_t>& a, const Vec<ui
 void asc_sub(Mask& carry, Vec<uint32_t>& d, const Vec<uint32_t>& a, const Vec<uint32_t>& b, const Mask& m) {
   add_with_carry(carry, d, a, b, m, [&](int i) { return uint64_t{a.lanes()[i]} + uint32_t(~b.lanes()[i]) + 1; });
 }
-void asc_addc(Mask& carry, Vec<uint32_t>& d, const Vec<uint32_t>& a, const Vec<uint32_t>& b, const Mask& carried, const Mask& m) {
+void asc_addc(Mask& carry, Vec<uint32_t>& d, const Vec<uint32_t>& a, const Vec<uint32_t>& b, const Mask& carried,
+              const Mask& m) {
   const Mask in = carried;
   add_with_carry(carry, d, a, b, m, [&](int i) { return uint64_t{a.lanes()[i]} + b.lanes()[i] + in.at(4 * i); });
 }
-void asc_subc(Mask& carry, Vec<uint32_t>& d, const Vec<uint32_t>& a, const Vec<uint32_t>& b, const Mask& carried, const Mask& m) {
+void asc_subc(Mask& carry, Vec<uint32_t>& d, const Vec<uint32_t>& a, const Vec<uint32_t>& b, const Mask& carried,
+              const Mask& m) {
   const Mask in = carried;
-  add_with_carry(carry, d, a, b, m, [&](int i) { return uint64_t{a.lanes()[i]} + uint32_t(~b.lanes()[i]) + in.at(4 * i); });
+  add_with_carry(carry, d, a, b, m,
+                 [&](int i) { return uint64_t{a.lanes()[i]} + uint32_t(~b.lanes()[i]) + in.at(4 * i); });
 }
 
 template <class T>
@@ -249,15 +271,19 @@ void asc_mull(Vec<T>& low, Vec<T>& high, const Vec<T>& a, const Vec<T>& b, const
 #define GLASS_MAKE_SCALAR(name, T) template void name(Vec<T>&, const Vec<T>&, std::type_identity_t<T>, const Mask&);
 #define GLASS_MAKE_UNARY(name, T) template void name(Vec<T>&, const Vec<T>&, const Mask&);
 #define X(T) \
-  GLASS_MAKE_BINARY(asc_add, T) GLASS_MAKE_BINARY(asc_sub, T) GLASS_MAKE_BINARY(asc_mul, T) GLASS_MAKE_BINARY(asc_div, T) \
-  GLASS_MAKE_BINARY(asc_max, T) GLASS_MAKE_BINARY(asc_min, T) GLASS_MAKE_SCALAR(asc_add_scalar, T) \
-  GLASS_MAKE_SCALAR(asc_mul_scalar, T) GLASS_MAKE_SCALAR(asc_max_scalar, T) GLASS_MAKE_SCALAR(asc_min_scalar, T) \
-  GLASS_MAKE_BINARY(asc_and, T) GLASS_MAKE_BINARY(asc_or, T) GLASS_MAKE_BINARY(asc_xor, T) GLASS_MAKE_UNARY(asc_not, T)
+  GLASS_MAKE_BINARY(asc_add, T) \
+  GLASS_MAKE_BINARY(asc_sub, T) GLASS_MAKE_BINARY(asc_mul, T) GLASS_MAKE_BINARY(asc_div, T) \
+      GLASS_MAKE_BINARY(asc_max, T) GLASS_MAKE_BINARY(asc_min, T) GLASS_MAKE_SCALAR(asc_add_scalar, T) \
+          GLASS_MAKE_SCALAR(asc_mul_scalar, T) GLASS_MAKE_SCALAR(asc_max_scalar, T) \
+              GLASS_MAKE_SCALAR(asc_min_scalar, T) GLASS_MAKE_BINARY(asc_and, T) GLASS_MAKE_BINARY(asc_or, T) \
+                  GLASS_MAKE_BINARY(asc_xor, T) GLASS_MAKE_UNARY(asc_not, T)
 GLASS_NUMBERS(X)
 #undef X
 #define X(T) \
-  GLASS_MAKE_BINARY(asc_abs_sub, T) GLASS_MAKE_BINARY(asc_prelu, T) GLASS_MAKE_BINARY(asc_madd, T) GLASS_MAKE_SCALAR(asc_leakyrelu, T) \
-  GLASS_MAKE_SCALAR(asc_axpy, T) GLASS_MAKE_UNARY(asc_exp, T) GLASS_MAKE_UNARY(asc_ln, T) GLASS_MAKE_UNARY(asc_sqrt, T)
+  GLASS_MAKE_BINARY(asc_abs_sub, T) \
+  GLASS_MAKE_BINARY(asc_prelu, T) GLASS_MAKE_BINARY(asc_madd, T) GLASS_MAKE_SCALAR(asc_leakyrelu, T) \
+      GLASS_MAKE_SCALAR(asc_axpy, T) GLASS_MAKE_UNARY(asc_exp, T) GLASS_MAKE_UNARY(asc_ln, T) \
+          GLASS_MAKE_UNARY(asc_sqrt, T)
 GLASS_FLOATS(X)
 #undef X
 #define X(T) template void fused(Vec<T>&, const Vec<T>&, const Vec<T>&, const Mask&, bool);

@@ -1,5 +1,6 @@
-// Conversions between lane types. A wide lane and the narrow ones below it go together: lane i of the wide type and lane
-// i * ratio + part of the narrow; the mask's bit is that of the wide lane (assumed; kernels pass masks that are all set).
+// Conversions between lane types. A wide lane and the narrow ones below it go together: lane i of the wide type and
+// lane i * ratio + part of the narrow; the mask's bit is that of the wide lane (assumed; kernels pass masks that are
+// all set).
 #include <cmath>
 #include <utility>
 
@@ -26,8 +27,12 @@ bool is_pair(Type type) { return type == Type::kE2M1x2 || type == Type::kE1M2x2;
 std::pair<int64_t, int64_t> range_of(Type type) {
   const int bits = 8 * bytes_of(type);
   switch (type) {
-    case Type::kU8: case Type::kU16: case Type::kU32: return {0, (int64_t{1} << bits) - 1};
-    default: return {bits == 64 ? INT64_MIN : -(int64_t{1} << (bits - 1)), bits == 64 ? INT64_MAX : (int64_t{1} << (bits - 1)) - 1};
+    case Type::kU8:
+    case Type::kU16:
+    case Type::kU32: return {0, (int64_t{1} << bits) - 1};
+    default:
+      return {bits == 64 ? INT64_MIN : -(int64_t{1} << (bits - 1)),
+              bits == 64 ? INT64_MAX : (int64_t{1} << (bits - 1)) - 1};
   }
 }
 
@@ -71,7 +76,9 @@ void write_integer(uint8_t* to, Type type, double value, const Conversion& c) {
   int64_t whole = 0;
   if (value == value) {
     const double whole_value = rounded(value, c.rounding);
-    whole = whole_value >= 9223372036854775808.0 ? INT64_MAX : whole_value <= -9223372036854775808.0 ? INT64_MIN : static_cast<int64_t>(whole_value);
+    whole = whole_value >= 9223372036854775808.0    ? INT64_MAX
+            : whole_value <= -9223372036854775808.0 ? INT64_MIN
+                                                    : static_cast<int64_t>(whole_value);
     if (c.saturate) whole = std::clamp(whole, low, high);
   }
   std::memcpy(to, &whole, bytes_of(type));
@@ -99,8 +106,10 @@ void convert_lane(uint8_t* to, const uint8_t* from, const Conversion& c) {
       const double exact = static_cast<double>(value);
       const bool above = static_cast<double>(nearest) > exact, below = static_cast<double>(nearest) < exact;
       const bool toward_zero = c.rounding == Rounding::kTruncate;
-      if (above && (c.rounding == Rounding::kFloor || (toward_zero && value > 0))) nearest = std::nextafter(nearest, -INFINITY);
-      if (below && (c.rounding == Rounding::kCeil || (toward_zero && value < 0))) nearest = std::nextafter(nearest, INFINITY);
+      if (above && (c.rounding == Rounding::kFloor || (toward_zero && value > 0)))
+        nearest = std::nextafter(nearest, -INFINITY);
+      if (below && (c.rounding == Rounding::kCeil || (toward_zero && value < 0)))
+        nearest = std::nextafter(nearest, INFINITY);
       write_float(to, c.to, nearest, c);
     } else {
       write_float(to, c.to, static_cast<float>(value), c);
@@ -122,7 +131,9 @@ void convert_pairs(Register& d, const Register& a, const Mask& m, const Conversi
     for (int j = 0; j < 2; ++j) {
       const int wide = 4 * i + 2 * j;
       if (narrow) {
-        d.bytes[byte] |= static_cast<uint8_t>(encode(read_float(a.bytes + wide, c.from), format, c.rounding, true) << (4 * j));
+        if (j == 0) d.bytes[byte] = 0, set_bits(d.unwritten, byte, 1, false);
+        d.bytes[byte] |=
+            static_cast<uint8_t>(encode(read_float(a.bytes + wide, c.from), format, c.rounding, true) << (4 * j));
         if (bit(a.unwritten, wide)) set_bits(d.unwritten, byte, 1, true);
       } else {
         write_float(d.bytes + wide, c.to, decode(a.bytes[byte] >> (4 * j) & 15, format), c);
@@ -136,16 +147,18 @@ void convert_pairs(Register& d, const Register& a, const Mask& m, const Conversi
 
 void convert(Register& d, const Register& a, const Mask& m, const Conversion& c) {
   Register result;
-  clear(result);
+  if (c.merge) result = d;
+  else clear(result);
   if (is_pair(c.to) || is_pair(c.from)) {
     convert_pairs(result, a, m, c);
   } else {
     const int to = bytes_of(c.to), from = bytes_of(c.from), wide = std::max(to, from);
     for (int i = 0; i < 256 / wide; ++i) {
       if (!m.at(i * wide)) continue;
-      const int target = to < from ? i * wide + c.part * to : i * wide, source = from < to ? i * wide + c.part * from : i * wide;
+      const int target = to < from ? i * wide + c.part * to : i * wide,
+                source = from < to ? i * wide + c.part * from : i * wide;
       convert_lane(result.bytes + target, a.bytes + source, c);
-      if (bit(a.unwritten, source) || bit(a.unwritten, source + from - 1)) set_bits(result.unwritten, target, to, true);
+      set_bits(result.unwritten, target, to, bit(a.unwritten, source) || bit(a.unwritten, source + from - 1));
     }
   }
   for (int w = 0; w < 4; ++w) {

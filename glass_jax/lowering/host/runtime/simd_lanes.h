@@ -40,7 +40,8 @@ void for_lanes(Vec<D>& d, const Mask& m, const uint64_t (&depends)[4], F f) {
     for (int i = 0; i < Vec<D>::kLanes; ++i)
       if (!m.at(i * sizeof(D))) std::memset(&lanes[i], 0, sizeof(D));
   }
-  for (int w = 0; w < 4; ++w) result.unwritten[w] = (depends[w] & spread<sizeof(D)>(m.bits[w])) | spread<sizeof(D)>(m.unwritten[w]);
+  for (int w = 0; w < 4; ++w)
+    result.unwritten[w] = (depends[w] & spread<sizeof(D)>(m.bits[w])) | spread<sizeof(D)>(m.unwritten[w]);
   d = result;
 }
 
@@ -53,7 +54,8 @@ uint64_t any_of_lane(uint64_t bits) {
 }
 
 #define GLASS_DEPENDS2(a, b) \
-  { (a).unwritten[0] | (b).unwritten[0], (a).unwritten[1] | (b).unwritten[1], (a).unwritten[2] | (b).unwritten[2], (a).unwritten[3] | (b).unwritten[3] }
+  {(a).unwritten[0] | (b).unwritten[0], (a).unwritten[1] | (b).unwritten[1], (a).unwritten[2] | (b).unwritten[2], \
+   (a).unwritten[3] | (b).unwritten[3]}
 
 // Whether any of the lanes that a mask selects depends on bytes nobody wrote, or the mask itself does.
 template <int Width>

@@ -43,7 +43,8 @@ void combine(Mask& d, const Mask& a, const Mask& b, const Mask& m, F f) {
   d = result;
 }
 
-// Groups of `width` bits of two masks, one after the other, put elsewhere: `from` tells whence each group of the result comes.
+// Groups of `width` bits of two masks, one after the other, put elsewhere: `from` tells whence each group of the result
+// comes.
 template <class F>
 void permute(Mask& d0, Mask& d1, const Mask& a, const Mask& b, int width, F from) {
   Mask low{}, high{};
@@ -83,10 +84,18 @@ void compare(Mask& d, const Mask& m, const uint64_t (&depends)[4], F f) {
 
 }  // namespace
 
-void asc_and(Mask& d, const Mask& a, const Mask& b, const Mask& m) { combine(d, a, b, m, [](uint64_t x, uint64_t y) { return x & y; }); }
-void asc_or(Mask& d, const Mask& a, const Mask& b, const Mask& m) { combine(d, a, b, m, [](uint64_t x, uint64_t y) { return x | y; }); }
-void asc_xor(Mask& d, const Mask& a, const Mask& b, const Mask& m) { combine(d, a, b, m, [](uint64_t x, uint64_t y) { return x ^ y; }); }
-void asc_not(Mask& d, const Mask& a, const Mask& m) { combine(d, a, a, m, [](uint64_t x, uint64_t) { return ~x; }); }
+void asc_and(Mask& d, const Mask& a, const Mask& b, const Mask& m) {
+  combine(d, a, b, m, [](uint64_t x, uint64_t y) { return x & y; });
+}
+void asc_or(Mask& d, const Mask& a, const Mask& b, const Mask& m) {
+  combine(d, a, b, m, [](uint64_t x, uint64_t y) { return x | y; });
+}
+void asc_xor(Mask& d, const Mask& a, const Mask& b, const Mask& m) {
+  combine(d, a, b, m, [](uint64_t x, uint64_t y) { return x ^ y; });
+}
+void asc_not(Mask& d, const Mask& a, const Mask& m) {
+  combine(d, a, a, m, [](uint64_t x, uint64_t) { return ~x; });
+}
 void asc_select(Mask& d, const Mask& a, const Mask& b, const Mask& m) {
   Mask result;
   for (int w = 0; w < 4; ++w) {
@@ -160,9 +169,13 @@ void duplicate_lane(Vec<T>& d, const Vec<T>& a, const Mask& m, int lane) {
 }  // namespace
 
 template <class T>
-void asc_duplicate(Vec<T>& d, const Vec<T>& a, const Mask& m) { duplicate_lane(d, a, m, 0); }
+void asc_duplicate(Vec<T>& d, const Vec<T>& a, const Mask& m) {
+  duplicate_lane(d, a, m, 0);
+}
 template <class T>
-void asc_duplicate_highest(Vec<T>& d, const Vec<T>& a, const Mask& m) { duplicate_lane(d, a, m, Vec<T>::kLanes - 1); }
+void asc_duplicate_highest(Vec<T>& d, const Vec<T>& a, const Mask& m) {
+  duplicate_lane(d, a, m, Vec<T>::kLanes - 1);
+}
 
 // Integers wrap around.
 template <class T>
@@ -190,8 +203,9 @@ GLASS_ALL(X)
   template void name(Mask&, const Vec<T>&, const Vec<T>&, const Mask&); \
   template void name##_scalar(Mask&, const Vec<T>&, std::type_identity_t<T>, const Mask&);
 #define X(T) \
-  GLASS_MAKE_COMPARE(asc_eq, T) GLASS_MAKE_COMPARE(asc_ne, T) GLASS_MAKE_COMPARE(asc_gt, T) GLASS_MAKE_COMPARE(asc_ge, T) \
-  GLASS_MAKE_COMPARE(asc_lt, T) GLASS_MAKE_COMPARE(asc_le, T)
+  GLASS_MAKE_COMPARE(asc_eq, T) \
+  GLASS_MAKE_COMPARE(asc_ne, T) GLASS_MAKE_COMPARE(asc_gt, T) GLASS_MAKE_COMPARE(asc_ge, T) \
+      GLASS_MAKE_COMPARE(asc_lt, T) GLASS_MAKE_COMPARE(asc_le, T)
 GLASS_NUMBERS(X)
 #undef X
 #define X(T) \

@@ -1,13 +1,14 @@
 // Registers to and from UB.
 #include "machine.h"
 #include "memory.h"
-#include "races.h"
 #include "simd_lanes.h"
 
 namespace glass {
 namespace {
 
-const char* at_offset(const void* pointer, int64_t bytes) { return reinterpret_cast<const char*>(reinterpret_cast<intptr_t>(pointer) + bytes); }
+const char* at_offset(const void* pointer, int64_t bytes) {
+  return reinterpret_cast<const char*>(reinterpret_cast<intptr_t>(pointer) + bytes);
+}
 
 Bytes ub(const void* at, size_t size, Access access) { return on_chip(own_ub(), at, size, access); }
 
@@ -32,9 +33,7 @@ void load(Register& d, const void* from, int size, Load distribution) {
   Register result;
   std::memset(result.unwritten, 0, sizeof result.unwritten);
   switch (distribution) {
-    case Load::kNormal:
-      take(result, 0, ub(from, 256, Access::kRead), 0, 256);
-      break;
+    case Load::kNormal: take(result, 0, ub(from, 256, Access::kRead), 0, 256); break;
     case Load::kBroadcast: {
       const Bytes bytes = ub(from, size, Access::kRead);
       for (int i = 0; i < 256; i += size) take(result, i, bytes, 0, size);
@@ -94,7 +93,8 @@ void load_blocks(Register& d, const void* from, const Register& index, const Mas
   d = result;
 }
 
-void load_indexed(Register& d, const void* from, const Register& index, const Mask& m, int size, int index_size, int lane_size) {
+void load_indexed(Register& d, const void* from, const Register& index, const Mask& m, int size, int index_size,
+                  int lane_size) {
   Register result;
   clear(result);
   for (int i = 0; i < 256 / lane_size; ++i) {
@@ -102,7 +102,8 @@ void load_indexed(Register& d, const void* from, const Register& index, const Ma
     uint32_t element = 0;
     std::memcpy(&element, index.bytes + i * index_size, index_size);
     take(result, i * lane_size, ub(at_offset(from, int64_t{element} * size), size, Access::kRead), 0, size);
-    if (bit(index.unwritten, i * index_size) || bit(m.unwritten, i * lane_size)) set_bits(result.unwritten, i * lane_size, lane_size, true);
+    if (bit(index.unwritten, i * index_size) || bit(m.unwritten, i * lane_size))
+      set_bits(result.unwritten, i * lane_size, lane_size, true);
   }
   d = result;
 }
@@ -178,5 +179,3 @@ void asc_storealign(uint32_t* to, const Mask& a, int32_t offset) { store_mask(to
 void asc_storealign_pack(uint32_t* to, const Mask& a, int32_t offset) { store_mask(to + offset, a, 16, 2); }
 
 }  // namespace glass
-
-void glass_memory_barrier(int) {}

@@ -91,8 +91,8 @@ void asc_unsqueeze(Vec<T>& d, const Mask& m) {
 }
 
 namespace {
-// `cumulative`: bytes up to n, counted from byte 0 in both halves. Seen in a kernel that selects by it; the vendor's text
-// leaves open where the upper half begins to count.
+// `cumulative`: bytes up to n, counted from byte 0 in both halves. Seen in a kernel that selects by it; the vendor's
+// text leaves open where the upper half begins to count.
 void histogram(Vec<uint16_t>& d, const Vec<uint8_t>& a, const Mask& m, int from, bool cumulative) {
   uint16_t count[256] = {};
   for (int i = 0; i < 256; ++i)
@@ -104,10 +104,18 @@ void histogram(Vec<uint16_t>& d, const Vec<uint8_t>& a, const Mask& m, int from,
 }
 }  // namespace
 
-void asc_frequency_histogram_bin0(Vec<uint16_t>& d, const Vec<uint8_t>& a, const Mask& m) { histogram(d, a, m, 0, false); }
-void asc_frequency_histogram_bin1(Vec<uint16_t>& d, const Vec<uint8_t>& a, const Mask& m) { histogram(d, a, m, 128, false); }
-void asc_cumulative_histogram_bin0(Vec<uint16_t>& d, const Vec<uint8_t>& a, const Mask& m) { histogram(d, a, m, 0, true); }
-void asc_cumulative_histogram_bin1(Vec<uint16_t>& d, const Vec<uint8_t>& a, const Mask& m) { histogram(d, a, m, 128, true); }
+void asc_frequency_histogram_bin0(Vec<uint16_t>& d, const Vec<uint8_t>& a, const Mask& m) {
+  histogram(d, a, m, 0, false);
+}
+void asc_frequency_histogram_bin1(Vec<uint16_t>& d, const Vec<uint8_t>& a, const Mask& m) {
+  histogram(d, a, m, 128, false);
+}
+void asc_cumulative_histogram_bin0(Vec<uint16_t>& d, const Vec<uint8_t>& a, const Mask& m) {
+  histogram(d, a, m, 0, true);
+}
+void asc_cumulative_histogram_bin1(Vec<uint16_t>& d, const Vec<uint8_t>& a, const Mask& m) {
+  histogram(d, a, m, 128, true);
+}
 
 #define X(T) template void asc_squeeze(Vec<T>&, const Vec<T>&, const Mask&);
 GLASS_ALL_FLOATS(X)

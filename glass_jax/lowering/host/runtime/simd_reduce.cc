@@ -43,7 +43,8 @@ std::pair<T, int> extreme(const Vec<T>& a, const Mask& m, int begin, int count) 
     const T x = a.lanes()[begin + i];
     if (x != x) return {x, i};
     bool better = Max ? x > best : x < best;
-    if constexpr (kIsFloat<T>) better |= x == best && std::signbit(float(x)) != std::signbit(float(best)) && std::signbit(float(best)) == Max;
+    if constexpr (kIsFloat<T>)
+      better |= x == best && std::signbit(float(x)) != std::signbit(float(best)) && std::signbit(float(best)) == Max;
     if (better || !found) best = x, at = i, found = true;
   }
   return {best, at};
@@ -68,7 +69,8 @@ void reduce_blocks(Vec<D>& d, const Vec<T>& a, const Mask& m, F f) {
   for (int block = 0; block < 8; ++block) {
     result.lanes()[block] = f(block * kLanes, kLanes);
     for (int i = block * 32; i < block * 32 + 32; ++i)
-      if (bit(m.unwritten, i) || (bit(a.unwritten, i) && m.at(i / int(sizeof(T)) * int(sizeof(T))))) set_bits(result.unwritten, block * sizeof(D), sizeof(D), true);
+      if (bit(m.unwritten, i) || (bit(a.unwritten, i) && m.at(i / int(sizeof(T)) * int(sizeof(T)))))
+        set_bits(result.unwritten, block * sizeof(D), sizeof(D), true);
   }
   d = result;
 }
@@ -88,9 +90,13 @@ void asc_reduce_sum_datablock(Vec<D>& d, const Vec<T>& a, const Mask& m) {
   reduce_blocks(d, a, m, [&](int begin, int count) { return tree_sum<D>(a, m, begin, count); });
 }
 template <class T>
-void asc_reduce_max(Vec<T>& d, const Vec<T>& a, const Mask& m) { reduce_extreme<true>(d, a, m); }
+void asc_reduce_max(Vec<T>& d, const Vec<T>& a, const Mask& m) {
+  reduce_extreme<true>(d, a, m);
+}
 template <class T>
-void asc_reduce_min(Vec<T>& d, const Vec<T>& a, const Mask& m) { reduce_extreme<false>(d, a, m); }
+void asc_reduce_min(Vec<T>& d, const Vec<T>& a, const Mask& m) {
+  reduce_extreme<false>(d, a, m);
+}
 template <class T>
 void asc_reduce_max_datablock(Vec<T>& d, const Vec<T>& a, const Mask& m) {
   reduce_blocks(d, a, m, [&](int begin, int count) { return extreme<true>(a, m, begin, count).first; });
@@ -109,7 +115,8 @@ void asc_pair_reduce_sum(Vec<T>& d, const Vec<T>& a, const Mask& m) {
   for (int i = 0; i < Vec<T>::kLanes / 2; ++i) {
     result.lanes()[i] = add(lane(2 * i), lane(2 * i + 1));
     for (int j = 2 * i; j < 2 * i + 2; ++j)
-      if (m.at(j * sizeof(T)) && bit(a.unwritten, j * sizeof(T))) set_bits(result.unwritten, i * sizeof(T), sizeof(T), true);
+      if (m.at(j * sizeof(T)) && bit(a.unwritten, j * sizeof(T)))
+        set_bits(result.unwritten, i * sizeof(T), sizeof(T), true);
   }
   d = result;
 }
@@ -120,14 +127,15 @@ void asc_pair_reduce_sum(Vec<T>& d, const Vec<T>& a, const Mask& m) {
   template void asc_reduce_max_datablock(Vec<T>&, const Vec<T>&, const Mask&); \
   template void asc_reduce_min_datablock(Vec<T>&, const Vec<T>&, const Mask&);
 GLASS_FLOATS(X)
-X(int16_t) X(uint16_t) X(int32_t) X(uint32_t)
+X(int16_t)
+X(uint16_t) X(int32_t) X(uint32_t)
 #undef X
 #define X(D, T) \
   template void asc_reduce_sum(Vec<D>&, const Vec<T>&, const Mask&); \
   template void asc_reduce_sum_datablock(Vec<D>&, const Vec<T>&, const Mask&);
-X(float, float) X(half, half) X(int32_t, int32_t) X(uint32_t, uint32_t) X(int32_t, int16_t) X(uint32_t, uint16_t)
+    X(float, float) X(half, half) X(int32_t, int32_t) X(uint32_t, uint32_t) X(int32_t, int16_t) X(uint32_t, uint16_t)
 #undef X
-template void asc_pair_reduce_sum(Vec<float>&, const Vec<float>&, const Mask&);
+        template void asc_pair_reduce_sum(Vec<float>&, const Vec<float>&, const Mask&);
 template void asc_pair_reduce_sum(Vec<half>&, const Vec<half>&, const Mask&);
 
 }  // namespace glass

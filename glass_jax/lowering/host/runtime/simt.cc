@@ -1,5 +1,5 @@
-// SIMT threads. One runs after the other until it must wait for others: at a barrier of all threads, or in an operation that
-// the threads of its warp do together. Then the next ones go on, each on a stack of its own.
+// SIMT threads. One runs after the other until it must wait for others: at a barrier of all threads, or in an operation
+// that the threads of its warp do together. Then the next ones go on, each on a stack of its own.
 #include "simt.h"
 
 #include <algorithm>
@@ -91,7 +91,8 @@ void do_together(std::vector<Thread>& threads, unsigned begin, unsigned end) {
   const Warp op = lanes.front()->op;
   std::erase_if(lanes, [op](const Thread* lane) { return lane->op != op; });
   std::array<uint64_t, kWarp> results{};
-  const uint64_t reduced = op == Warp::kAdd || op == Warp::kMax || op == Warp::kMin ? reduce(lanes, op, lanes.front()->type) : 0;
+  const uint64_t reduced =
+      op == Warp::kAdd || op == Warp::kMax || op == Warp::kMin ? reduce(lanes, op, lanes.front()->type) : 0;
   for (const Thread* lane : lanes) {
     const unsigned at = static_cast<unsigned>(lane - &threads[begin]);
     uint64_t& result = results[at];
@@ -148,8 +149,9 @@ void report_stuck(const std::vector<Thread>& threads) {
   Finding finding;
   finding.rule = "deadlock";
   finding.line = stuck->line;
-  finding.what = std::to_string(std::count_if(threads.begin(), threads.end(), waits)) + " of " + std::to_string(threads.size()) +
-                 " threads wait for others that never come, thread " + std::to_string(stuck - threads.begin()) + " first";
+  finding.what = std::to_string(std::count_if(threads.begin(), threads.end(), waits)) + " of " +
+                 std::to_string(threads.size()) + " threads wait for others that never come, thread " +
+                 std::to_string(stuck - threads.begin()) + " first";
   report(std::move(finding));
 }
 
@@ -188,24 +190,25 @@ void run_threads(unsigned x, unsigned y, unsigned z, const std::function<void()>
 
 }  // namespace
 
-void* element(const void* at, size_t size, bool write) {
-  const Access access = write ? Access::kWrite : Access::kRead;
+void* element(const void* at, size_t size, Access access) {
   const Space ub = own_ub();
-  const uintptr_t base = reinterpret_cast<uintptr_t>(here.block->memory->data(ub)), address = reinterpret_cast<uintptr_t>(at);
+  const uintptr_t base = reinterpret_cast<uintptr_t>(here.block->memory->data(ub)),
+                  address = reinterpret_cast<uintptr_t>(at);
   const bool in_ub = address < (1u << 20) || (address >= base && address < base + kBytes[ub]);
   const Bytes bytes = in_ub ? on_chip(ub, at, size, access) : in_global(at, size, access);
   if (here.pipe == kScalar) ++here.core->pipe[kScalar].issued;
-  if (write) {
-    mark_written(bytes, size);
-  } else if (bytes.unwritten != nullptr) {
-    const InArray place = in_ub ? InArray{0, static_cast<int64_t>(address < base ? address : address - base), true} : locate(at, size);
+  if (access != Access::kWrite && bytes.unwritten != nullptr) {
+    const InArray place =
+        in_ub ? InArray{0, static_cast<int64_t>(address < base ? address : address - base), true} : locate(at, size);
     const char* memory = in_ub ? name_of(ub) : here.block->launch->request->buffers[place.buffer].name;
     check_written(bytes, size, memory, place.offset, "reads what nobody wrote:");
   }
+  if (access != Access::kRead) mark_written(bytes, size);
   return bytes.data;
 }
 
-void record_threads(const char* name, unsigned x, unsigned y, unsigned z, void (*run)(const void* arguments), const void* arguments, size_t size) {
+void record_threads(const char* name, unsigned x, unsigned y, unsigned z, void (*run)(const void* arguments),
+                    const void* arguments, size_t size) {
   std::vector<uint64_t> copy((size + 7) / 8);
   std::memcpy(copy.data(), arguments, size);
   record_work(kV, name, [=] { run_threads(x, y, z, [&] { run(copy.data()); }); });
@@ -235,8 +238,7 @@ uint64_t update(Atomic op, uint8_t* at, uint64_t word) {
 }  // namespace
 
 uint64_t atomic(Atomic op, void* at, uint64_t value, Type type) {
-  element(at, bytes_of(type), false);
-  uint8_t* to = static_cast<uint8_t*>(element(at, bytes_of(type), true));
+  uint8_t* to = static_cast<uint8_t*>(element(at, bytes_of(type), Access::kAtomic));
   switch (type) {
     case Type::kF32: return update<float>(op, to, value);
     case Type::kF16: return update<half>(op, to, value);
@@ -251,7 +253,11 @@ uint64_t atomic(Atomic op, void* at, uint64_t value, Type type) {
 uint8_t* ub_base() { return here.block->memory->data(own_ub()); }
 
 void record_region(const char* name, void (*run)(const uint64_t* arguments), const uint64_t* arguments, int count) {
-  record_work(kV, name, [run, words = std::vector<uint64_t>(arguments, arguments + count)] { run(words.data()); });
+  record_work(kV, name, [run, words = std::vector<uint64_t>(arguments, arguments + count)] {
+    begin_region();
+    run(words.data());
+    end_region();
+  });
 }
 
 }  // namespace glass

@@ -13,7 +13,8 @@ bool valid(const char* call, int64_t id, int64_t most) {
   if (id >= 0 && id < most) return true;
   Finding finding;
   finding.rule = "flag";
-  finding.what = std::string(call) + " is called with id " + std::to_string(id) + ", but ids go from 0 to " + std::to_string(most - 1);
+  finding.what = std::string(call) + " is called with id " + std::to_string(id) + ", but ids go from 0 to " +
+                 std::to_string(most - 1);
   report(std::move(finding));
   return false;
 }
@@ -43,7 +44,8 @@ void program_waits(std::deque<Signal>& signals, const std::string& what) {
 void counter(Op::Kind kind, Reach reach, pipe_t pipe, int64_t id, const char* name) {
   const int64_t most = reach == kIntra && here.core->index == 0 ? kIds : 16;
   if (kind == Op::kAwait && pipe == PIPE_S) {
-    if (valid(name, id, most)) program_waits(here.core->counter[reach][id], "counter " + std::to_string(id) + " of another core");
+    if (valid(name, id, most))
+      program_waits(here.core->counter[reach][id], "counter " + std::to_string(id) + " of another core");
   } else {
     signal(kind, pipe, reach, id, name, most);
   }
@@ -83,7 +85,8 @@ void asc_sync_wait(pipe_t from, pipe_t to, event_t id) {
   if (to != PIPE_S) {
     signal(Op::kWait, to, from, id, "asc_sync_wait", 8);
   } else if (valid("asc_sync_wait", id, 8)) {
-    program_waits(here.core->flag[from][kScalar][id], "flag " + std::to_string(id) + " from " + name_of(static_cast<Pipe>(from)));
+    program_waits(here.core->flag[from][kScalar][id],
+                  "flag " + std::to_string(id) + " from " + name_of(static_cast<Pipe>(from)));
   }
 }
 
@@ -108,7 +111,8 @@ void asc_lock(pipe_t pipe, int id, ascMutexExecuteMode mode) {
   Core& core = *here.core;
   const uint32_t asked = core.locks_asked[id];
   if (pipe == PIPE_S) {
-    if (core.unlocked[id] < asked) wait_until([&core, id, asked] { return core.unlocked[id] >= asked; }, "mutex " + std::to_string(id));
+    if (core.unlocked[id] < asked)
+      wait_until([&core, id, asked] { return core.unlocked[id] >= asked; }, "mutex " + std::to_string(id));
     return program_waited(core.unlock_clock[id]);
   }
   Op op;
@@ -126,8 +130,12 @@ void asc_unlock(pipe_t pipe, int id, ascMutexExecuteMode mode) {
 }
 
 #define GLASS_COUNTER(name, reach) \
-  void asc_sync_##name##_arrive(pipe_t pipe, int64_t id) { counter(Op::kArrive, reach, pipe, id, "asc_sync_" #name "_arrive"); } \
-  void asc_sync_##name##_wait(pipe_t pipe, int64_t id) { counter(Op::kAwait, reach, pipe, id, "asc_sync_" #name "_wait"); }
+  void asc_sync_##name##_arrive(pipe_t pipe, int64_t id) { \
+    counter(Op::kArrive, reach, pipe, id, "asc_sync_" #name "_arrive"); \
+  } \
+  void asc_sync_##name##_wait(pipe_t pipe, int64_t id) { \
+    counter(Op::kAwait, reach, pipe, id, "asc_sync_" #name "_wait"); \
+  }
 GLASS_COUNTER(intra, kIntra)
 GLASS_COUNTER(subblock, kSubblock)
 GLASS_COUNTER(block, kWholeBlock)

@@ -17,7 +17,8 @@ int64_t asc_get_block_num();
 void asc_sync_notify(pipe_t from, pipe_t to, event_t id);
 void asc_sync_wait(pipe_t from, pipe_t to, event_t id);
 
-// Everything before on this pipe (PIPE_ALL: on every pipe; then the program itself waits) happens before everything after.
+// Everything before on this pipe (PIPE_ALL: on every pipe; then the program itself waits) happens before everything
+// after.
 void asc_sync_pipe(pipe_t pipe);
 void asc_sync();
 
@@ -25,7 +26,8 @@ void asc_sync();
 void asc_lock(pipe_t pipe, int id, ascMutexExecuteMode mode = ASC_LOCK_BLOCK);
 void asc_unlock(pipe_t pipe, int id, ascMutexExecuteMode mode = ASC_LOCK_BLOCK);
 
-// Counters between the cores of a block (intra), its vector cores (subblock), all of its cores (block), all blocks (inter).
+// Counters between the cores of a block (intra), its vector cores (subblock), all of its cores (block), all blocks
+// (inter).
 void asc_sync_intra_arrive(pipe_t pipe, int64_t id);
 void asc_sync_intra_wait(pipe_t pipe, int64_t id);
 void asc_sync_subblock_arrive(pipe_t pipe, int64_t id);

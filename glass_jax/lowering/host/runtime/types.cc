@@ -4,7 +4,8 @@
 namespace glass {
 namespace {
 
-// Whether a magnitude that lies `rest` (of `unit`, 0 < rest < unit) above a value of the format goes up to the next one.
+// Whether a magnitude that lies `rest` (of `unit`, 0 < rest < unit) above a value of the format goes up to the next
+// one.
 bool rounds_up(uint64_t rest, uint64_t unit, bool odd, bool negative, Rounding rounding) {
   switch (rounding) {
     case Rounding::kNearestEven: return rest * 2 > unit || (rest * 2 == unit && odd);

@@ -1,4 +1,5 @@
-// Element types of the NPU: their bits, and their values as float. Arithmetic on 16-bit types rounds after each operation.
+// Element types of the NPU: their bits, and their values as float. Arithmetic on 16-bit types rounds after each
+// operation.
 #pragma once
 
 #include <bit>
@@ -14,7 +15,8 @@ namespace glass {
 // How a float becomes a narrow type when it lies between two of its values, and when it lies beyond the largest.
 enum class Rounding : uint8_t { kNearestEven, kNearestAway, kFloor, kCeil, kTruncate, kOdd };
 
-// A binary format of at most 16 bits. Without infinities, all ones is NaN (and the exponent of all ones counts as any other).
+// A binary format of at most 16 bits. Without infinities, all ones is NaN (and the exponent of all ones counts as any
+// other).
 struct Format {
   int exponent_bits;
   int mantissa_bits;
@@ -29,7 +31,8 @@ inline constexpr Format kE5m2{5, 2, 15, true, true};
 inline constexpr Format kE2m1{2, 1, 1, false, false};
 inline constexpr Format kE1m2{1, 2, 1, false, false};
 
-// The bits of `value`; beyond the largest: the largest if it saturates or the format has nothing larger, else infinity or NaN.
+// The bits of `value`; beyond the largest: the largest if it saturates or the format has nothing larger, else infinity
+// or NaN.
 uint32_t encode(float value, const Format& format, Rounding rounding, bool saturate);
 float decode(uint32_t bits, const Format& format);
 
@@ -85,7 +88,7 @@ struct float8_e4m3_t : glass::Byte {
 struct float8_e5m2_t : glass::Byte {
   operator float() const { return glass::decode(bits, glass::kE5m2); }
 };
-struct float8_e8m0_t : glass::Byte {};   // 2 to the power of bits - 127; 255 is NaN
+struct float8_e8m0_t : glass::Byte {};    // 2 to the power of bits - 127; 255 is NaN
 struct float4_e2m1x2_t : glass::Byte {};  // the first element in the low four bits
 struct float4_e1m2x2_t : glass::Byte {};
 using fp8_e8m0_t = float8_e8m0_t;
@@ -97,7 +100,24 @@ using fp4x2_e1m2_t = float4_e1m2x2_t;
 namespace glass {
 
 // Names of element types for the parts of the runtime that are compiled once.
-enum class Type : uint8_t { kF32, kF16, kBF16, kE4M3, kE5M2, kE8M0, kE2M1x2, kE1M2x2, kS8, kU8, kS16, kU16, kS32, kU32, kS64, kU64 };
+enum class Type : uint8_t {
+  kF32,
+  kF16,
+  kBF16,
+  kE4M3,
+  kE5M2,
+  kE8M0,
+  kE2M1x2,
+  kE1M2x2,
+  kS8,
+  kU8,
+  kS16,
+  kU16,
+  kS32,
+  kU32,
+  kS64,
+  kU64
+};
 
 template <class T>
 constexpr Type type_of() {
@@ -122,9 +142,15 @@ constexpr Type type_of() {
 
 inline int bytes_of(Type type) {
   switch (type) {
-    case Type::kF32: case Type::kS32: case Type::kU32: return 4;
-    case Type::kF16: case Type::kBF16: case Type::kS16: case Type::kU16: return 2;
-    case Type::kS64: case Type::kU64: return 8;
+    case Type::kF32:
+    case Type::kS32:
+    case Type::kU32: return 4;
+    case Type::kF16:
+    case Type::kBF16:
+    case Type::kS16:
+    case Type::kU16: return 2;
+    case Type::kS64:
+    case Type::kU64: return 8;
     default: return 1;
   }
 }
