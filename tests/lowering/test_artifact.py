@@ -75,6 +75,25 @@ def test_compiling_is_deterministic(fresh, monkeypatch):
     assert cache.compile(GEMM, CHIP) == first
 
 
+def test_another_compiler_makes_another_artifact(fresh, compiled, monkeypatch):
+    """One byte in a file that makes artifacts: what an older one made is not taken for what this one makes."""
+    first = cache.compile(GEMM, CHIP)
+    changed = fresh.parent / f"{fresh.name}_decode.py"
+    changed.write_text("#")
+    monkeypatch.setattr(cache, "_MAKERS", (*cache._MAKERS, changed))
+    cache._makers_digest.cache_clear()
+    forget(monkeypatch)
+    again = cache.compile(GEMM, CHIP)
+    cache._makers_digest.cache_clear()
+    assert compiled == [GEMM, GEMM] and again.key != first.key and len(list(fresh.iterdir())) == 2
+
+
+def test_all_that_decodes_is_among_the_makers():
+    """Of kernels the fingerprint has the files; what runs and verifies programs changes no artifact."""
+    folder = pathlib.Path(compiler.__file__).parent
+    assert {path for path in folder.rglob("*.py") if "kernels" not in path.parts} <= set(cache._MAKERS)
+
+
 def test_find(fresh):
     made = cache.compile(GEMM, CHIP)
     assert cache.find(made.sha) is made

@@ -123,6 +123,16 @@ def test_every_dimension_stays_sharded(spec, axis_type, implementation):
     ref.assert_close(out, normalization_reference.swiglu(gate, up))
 
 
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name.lower())
+def test_an_axis_shards_one_dimension(axis_type):
+    """The second operand has the axis elsewhere, where the result cannot have it too."""
+    gate, up = _operands((8, 8))
+    with jax.set_mesh(jax.make_mesh((4,), ("x",), devices=jax.devices()[:4], axis_types=(axis_type,))):
+        out = jax.jit(glass.swiglu)(jax.device_put(gate, jax.P("x", None)), jax.device_put(up, jax.P(None, "x")))
+        assert out.sharding.shard_shape((8, 8)) == (2, 8)
+    ref.assert_close(out, normalization_reference.swiglu(gate, up))
+
+
 @pytest.mark.parametrize("implementation", RUNS_HERE)
 def test_shard_map(implementation):
     gate, up = _operands((16, 24))

@@ -123,6 +123,14 @@ def test_order_is_that_of_lax(v, k, distinct, seed, dtype):
     np.testing.assert_array_equal(indices, expected[1])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_equal_elements_of_two_chunks_come_in_their_order(dtype):
+    """The chunk of the second is searched for the sake of a larger element beside it."""
+    x = jnp.zeros(4096, dtype).at[jnp.array([10, 3001])].set(1).at[3000].set(2)
+    values, indices = jax.jit(functools.partial(glass.topk, k=3, sorted=True, implementation="xla"))(x)
+    assert indices.tolist() == [3000, 10, 3001] and values.tolist() == [2, 1, 1]
+
+
 @pytest.mark.parametrize("implementation", RUNS_HERE)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_row_with_a_nan_is_poisoned(dtype, implementation):

@@ -17,8 +17,8 @@ def root(ranks: int) -> int:
 
 
 def shift(ranks: int) -> list[tuple[int, int]]:
-    """A permutation that leaves out the last rank on both sides, if there are several."""
-    return [(rank, (rank + 1) % max(ranks - 1, 1)) for rank in range(max(ranks - 1, 1))]
+    """A permutation that leaves out a rank as a source and another as a destination, if there are several."""
+    return [(rank, (rank + 1) % ranks) for rank in range(1, ranks)] or [(0, 0)]
 
 
 def expected(collective: str, x: np.ndarray) -> np.ndarray:
@@ -60,8 +60,7 @@ def call(collective: str, x: jax.Array, axis: str | tuple[str, ...], ranks: int,
 def cases(ranks: int, *, xla: bool = False) -> list[tuple[str, str]]:
     """Every collective with every algorithm that is defined for the number of ranks.
 
-    Above 12 ranks, to compile less: all-reduce stands for the gathering and scattering that it consists of, and
-      pairwise
+    Above 12 ranks, to compile less: all-reduce stands for the gathering and scattering that it consists of, and pairwise
     exchange, whose program grows with the ranks, is left out.
     """
     found = []
