@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -56,6 +58,18 @@ def blocks(shape: Sequence[int], ranks: int, collective: str) -> None:
             f"{collective} of {tuple(shape)} over {ranks} ranks: the first dimension, {shape[0]}, is not a multiple of "
             f"{ranks}; pad it to {padded}"
         )
+
+
+def integer(value: Any, name: str) -> int:
+    """``value`` as an integer.
+
+    Raises:
+      CollectiveError: its type is not that of an integer: ``64e6`` is a float.
+    """
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise errors.CollectiveError(f"{name} is {value!r}, a {type(value).__name__}; it must be an integer") from None
 
 
 def root(rank: int, ranks: int, collective: str) -> None:

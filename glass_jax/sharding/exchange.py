@@ -16,6 +16,7 @@ from jax import lax
 
 from glass_jax import errors
 from glass_jax.primitives import axes
+from glass_jax.sharding import simulated
 
 SLACK = 1.25  # rows from rank to rank that one step takes, over the mean
 ROWS = 512  # rows from one rank to all that a step takes at least: fewer are not worth a step
@@ -167,11 +168,12 @@ def own(x: jax.Array, *names: str) -> jax.Array:
     Under ``vmap`` JAX exchanges only what depends on the mapped axis; in ``shard_map``, the cast makes the gradient of
     what is the same everywhere the sum over the ranks.
     """
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    cast = tuple(name for name in names if name in manual and name not in axes.varying(x))
+    mesh = simulated.current()
+    devices = set(jax.sharding.get_abstract_mesh().manual_axes).difference(mesh.shape if mesh else ())
+    cast = tuple(name for name in names if name in devices and name not in axes.varying(x))
     if cast:
         x = lax.pcast(x, cast, to="varying")
     for name in names:
-        if name not in manual:
+        if name not in devices:
             x = jnp.where(lax.axis_index(name) >= 0, x, jnp.zeros_like(x))
     return x

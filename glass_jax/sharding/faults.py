@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from glass_jax import errors
+from glass_jax.sharding import checks
 from glass_jax.sharding.schedule import Schedule
 
 _SHOWN = 6  # waiting ranks that a message lists
@@ -61,6 +62,7 @@ class Faults:
             if not isinstance(fault, Fault):
                 raise errors.CollectiveError(f"{fault!r} is no fault; there are SlowLink, LossyLink and DeadRank")
             named = [fault.rank] if isinstance(fault, DeadRank) else [fault.src, fault.dst]
+            named = [checks.integer(rank, f"{fault}: a rank") for rank in named]
             if not all(0 <= rank < ranks for rank in named) or (len(named) == 2 and named[0] == named[1]):
                 raise errors.CollectiveError(f"{fault}: there is no such link or rank; the ranks are 0 to {ranks - 1}")
         self._slow = [fault for fault in faults if isinstance(fault, SlowLink)]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from glass_jax import errors, text
-from glass_jax.sharding import algorithms, draw, report, simulate, timeline
+from glass_jax.sharding import algorithms, checks, draw, report, simulate, timeline
 from glass_jax.sharding import topology as machines
 from glass_jax.sharding.network import Network
 from glass_jax.sharding.schedule import Schedule
@@ -240,7 +240,7 @@ def plan(
       CollectiveError: an argument is not one of those above, or the algorithm is not defined for the number of ranks.
     """
     machine = machines.get(topology)
-    ranks = min(machine.ranks, 16384) if ranks is None else ranks
+    ranks = min(machine.ranks, 16384) if ranks is None else checks.integer(ranks, "ranks")
     sizes = _sizes(nbytes)
     if collective not in algorithms.ALGORITHMS:
         raise errors.CollectiveError(
@@ -259,10 +259,11 @@ def plan(
 
 
 def _sizes(nbytes: int | Sequence[int]) -> tuple[int, ...]:
-    sizes = (nbytes,) if isinstance(nbytes, int | np.integer) else tuple(nbytes)
+    several = nbytes if isinstance(nbytes, Sequence | np.ndarray) and not isinstance(nbytes, str) else (nbytes,)
+    sizes = tuple(checks.integer(size, "nbytes") for size in several)
     if not sizes or min(sizes) < 0 or len(set(sizes)) < len(sizes):
         raise errors.CollectiveError(f"{nbytes=}: need one size or several different ones, none below 0")
-    return tuple(map(int, sizes))
+    return sizes
 
 
 def input_bytes(collective: str, nbytes: int, ranks: int) -> int:

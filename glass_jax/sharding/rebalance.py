@@ -14,7 +14,7 @@ from jax import lax
 from numpy.typing import ArrayLike
 
 from glass_jax import errors
-from glass_jax.sharding import exchange
+from glass_jax.sharding import checks, exchange
 
 
 def rebalance_experts(
@@ -40,15 +40,12 @@ def rebalance_experts(
       counts: int32 ``[L, E]``, how many copies each expert has.
 
     Raises:
-      CollectiveError: the numbers do not divide as described, or a weight is negative or not finite.
+      CollectiveError: the numbers do not divide as described, or a weight is negative or not finite. Groups and nodes
+        that are ignored need not divide anything.
     """
-    weight = np.asarray(weight, np.float64)
-    _check(weight, replicas, groups, nodes, devices)
-    if groups % nodes:
-        groups = nodes = 1
+    weight, groups, nodes = _checked(weight, replicas, groups, nodes, devices)
     placed = [_place(layer, replicas, groups, nodes, devices) for layer in weight]
-    physical_to_logical = np.array([experts for experts, _ in placed], np.int32)
-    copies = np.array([copy for _, copy in placed], np.int32)
+    physical_to_logical, copies = np.array(placed, np.int32).reshape(-1, 2, replicas).swapaxes(0, 1)
     layers = np.arange(len(weight))[:, None]
     counts = np.zeros(weight.shape, np.int32)
     np.add.at(counts, (layers, physical_to_logical), 1)
@@ -125,16 +122,27 @@ def _replicate(weight: np.ndarray, total: int) -> tuple[np.ndarray, np.ndarray]:
     return np.array(things), np.array(copies)
 
 
-def _check(weight: np.ndarray, replicas: int, groups: int, nodes: int, devices: int) -> None:
+def _checked(weight: ArrayLike, replicas: int, groups: int, nodes: int, devices: int) -> tuple[np.ndarray, int, int]:
+    """The weights, and the groups and nodes that count: 1 and 1 where they are ignored."""
+
     def require(condition: bool, message: str) -> None:
         if not condition:
             raise errors.CollectiveError(f"rebalance_experts: {message}")
 
-    require(weight.ndim == 2, f"weight of shape {weight.shape} must be [layers, experts]")
+    for name, number in {"replicas": replicas, "groups": groups, "nodes": nodes, "devices": devices}.items():
+        checks.integer(number, f"rebalance_experts: {name}")
+    try:
+        weight = np.asarray(weight, np.float64)
+    except (TypeError, ValueError) as error:
+        raise errors.CollectiveError(f"rebalance_experts: weight is no array of numbers: {error}") from error
+    require(weight.ndim == 2 and weight.shape[1] > 0, f"weight of shape {weight.shape} must be [layers, experts]")
     require(bool(np.isfinite(weight).all() and (weight >= 0).all()), "weights must be finite and not negative")
     require(min(groups, nodes, devices) >= 1, f"{groups=}, {nodes=}, {devices=} must be 1 or more")
+    if groups % nodes:
+        groups = nodes = 1
     experts = weight.shape[1]
     require(replicas >= experts, f"{replicas=} is less than one of each of {experts} experts")
     require(experts % groups == 0, f"{experts} experts do not divide into {groups} equal groups")
     require(devices % nodes == 0, f"{devices} devices do not divide among {nodes} nodes")
     require(replicas % devices == 0, f"{replicas=} is not a multiple of {devices} devices")
+    return weight, groups, nodes

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -16,18 +15,20 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from glass_jax import errors
+from glass_jax.sharding import checks
 from glass_jax.sharding import topology as topologies
 from glass_jax.sharding.faults import Fault, Faults, peer_failure
 from glass_jax.sharding.network import Network
 from glass_jax.sharding.schedule import Schedule
 from glass_jax.sharding.topology import Topology
 
-_running: contextvars.ContextVar[SimulatedMesh | None] = contextvars.ContextVar("simulated mesh", default=None)
+# Part of the trace key: a jitted part of a program is traced again on another mesh, which may have other faults.
+_running = jax.make_user_context(default_value=None)
 
 
 def current() -> SimulatedMesh | None:
     """The simulated mesh whose program is being traced, if it is one's."""
-    return _running.get()
+    return _running.value
 
 
 class SimulatedMesh:
@@ -53,10 +54,12 @@ class SimulatedMesh:
     """
 
     def __init__(self, shape: Mapping[str, int], *, topology: str | Topology = "910b", faults: Sequence[Fault] = ()):
-        self.shape = dict(shape)
+        self.shape = {name: checks.integer(size, f"the extent of {name!r}") for name, size in dict(shape).items()}
         if not self.shape or min(self.shape.values()) < 1:
             raise errors.CollectiveError(f"SimulatedMesh({shape}): it needs at least one axis, and extents from 1 up")
-        self._abstract = AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
+        self._abstract = AbstractMesh(
+            tuple(self.shape.values()), self.axis_names, axis_types=(AxisType.Auto,) * len(self.shape)
+        )
         self.topology = topologies.get(topology)
         self.faults = Faults(faults, self.size)
 
@@ -137,7 +140,7 @@ class SimulatedMesh:
                 axis_names=set(manual),
                 check_vma=check_vma,
             )
-            with self._current():
+            with _running(self):
                 results = jax.eval_shape(on_devices, *args)  # runs every check of jax.shard_map
             out = jax.tree.leaves(_broadcast(out_specs, results), is_leaf=_is_spec)
 
@@ -150,21 +153,21 @@ class SimulatedMesh:
                     run, in_axes=(None if name != manual[-1] else 0, mapped), axis_name=name, axis_size=self.shape[name]
                 )
             parts = [self._cut(jnp.asarray(leaf), spec, manual) for leaf, spec in zip(leaves, specs, strict=True)]
-            with self._current():
+            with _running(self), self._manual(manual):
                 stacked = run(jnp.zeros(self.shape[manual[-1]]), parts)
             whole = [self._joined(part, spec, manual) for part, spec in zip(stacked, out, strict=True)]
             return jax.tree.unflatten(jax.tree.structure(results), whole)
 
         return simulated
 
-    @contextlib.contextmanager
-    def _current(self) -> Iterator[None]:
-        """A block in which :func:`current` is this mesh."""
-        before = _running.set(self)
-        try:
-            yield
-        finally:
-            _running.reset(before)
+    def _manual(self, names: Sequence[str]) -> contextlib.AbstractContextManager:
+        """A block in which ``names`` are Manual axes, as inside of ``jax.shard_map``: there ``lax.pcast`` is allowed.
+
+        Outside of ``jax.shard_map`` types do not say what varies, so that the cast changes nothing.
+        """
+        sizes = tuple(self.shape[name] for name in names)
+        manual = AbstractMesh(sizes, tuple(names), axis_types=(AxisType.Manual,) * len(names))
+        return jax.sharding.use_abstract_mesh(manual)
 
     def _check(self, spec: PartitionSpec, shape: Sequence[int], what: str) -> None:
         """Raises CollectiveError unless an array of ``shape`` can be cut by ``spec``."""

@@ -192,6 +192,8 @@ def get(topology: str | Topology) -> Topology:
     """
     if isinstance(topology, Topology):
         return topology
+    if not isinstance(topology, str):
+        raise errors.CollectiveError(f"{topology=} must be the name of a machine, of a JSON file, or a Topology")
     if topology.lower() in _known():
         return _known()[topology.lower()]
     if topology.endswith(".json"):

@@ -1,5 +1,6 @@
 """Dead ranks: who waits for whom, judged by playing the schedule; and the error that a simulated mesh raises."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -94,6 +95,13 @@ def test_only_the_groups_of_the_dead_are_concerned():
     run(mesh, lambda x: collectives.send_recv(x, "x", [(2, 3)]), P(("y", "x")))
 
 
+def test_a_jitted_part_of_a_program_is_traced_again_on_a_mesh_with_faults():
+    part = jax.jit(lambda x: collectives.all_reduce(x, "x", algorithm="ring"))
+    np.testing.assert_array_equal(run(SimulatedMesh({"x": 4}), part), np.full((4, 8), 4))
+    with pytest.raises(errors.PeerFailureError, match="rank 1 is dead"):
+        run(SimulatedMesh({"x": 4}, faults=[faults.DeadRank(1)]), part)
+
+
 def test_posted_and_foreign_collectives():
     mesh = SimulatedMesh({"x": 4}, faults=[faults.DeadRank(1)])
     with pytest.raises(errors.PeerFailureError, match="rank 1 is dead"):
@@ -122,6 +130,7 @@ def test_what_is_lost_is_sent_again():
         (lambda: SimulatedMesh({"x": 4}, faults=[faults.DeadRank(4)]), "ranks are 0 to 3"),
         (lambda: SimulatedMesh({"x": 4}, faults=[faults.SlowLink(1, 1, 2)]), "no such link"),
         (lambda: SimulatedMesh({"x": 4}, faults=["dead"]), "is no fault"),
+        (lambda: SimulatedMesh({"x": 4}, faults=[faults.DeadRank(1.5)]), "is 1.5, a float"),
         (lambda: SimulatedMesh({"x": 4}, topology="911"), "unknown topology"),
     ],
 )

@@ -131,6 +131,10 @@ def test_picture_without_matplotlib(monkeypatch, tmp_path):
         (("all_gather", 8, "910b"), {"ranks": 12, "algorithm": "halving_doubling"}, "not defined for 12 ranks"),
         (("all_gather", 8, "910b"), {"ranks": 12, "algorithm": "hierarchical"}, "plain ring here"),
         (("all_gather", 8, "911b"), {}, "did you mean"),
+        (("all_reduce", 64e6, "910b"), {"ranks": 8}, "nbytes is 64000000.0, a float; it must be an integer"),
+        (("all_reduce", [8, "1MiB"], "910b"), {"ranks": 8}, "nbytes is '1MiB', a str"),
+        (("all_reduce", 1, "910b"), {"ranks": 5.0}, "ranks is 5.0, a float"),
+        (("all_reduce", 1, 910), {"ranks": 8}, "topology=910 must be the name"),
     ],
 )
 def test_mistakes(arguments, options, message):

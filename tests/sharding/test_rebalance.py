@@ -29,10 +29,10 @@ def test_the_published_example():
 
 @st.composite
 def placements(draw):
-    nodes = draw(st.integers(1, 3))
-    devices = nodes * draw(st.integers(1, 3))
-    groups = draw(st.integers(1, 4))
-    experts = groups * draw(st.integers(1, 4))
+    nodes, groups = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    divide = groups % nodes == 0  # otherwise the algorithm ignores both, and nothing has to divide by them
+    devices = (nodes if divide else 1) * draw(st.integers(1, 3))
+    experts = (groups if divide else 1) * draw(st.integers(1, 8))
     replicas = -(-experts // devices) * devices + devices * draw(st.integers(0, 3))
     seed = draw(st.integers(0, 2**32 - 1))
     weight = np.random.default_rng(seed).integers(0, 200, (2, experts))
@@ -90,10 +90,11 @@ def test_skewed_loads_become_even():
     ("numbers", "message"),
     [
         ((11, 4, 2, 8), "replicas=11 is less than one of each of 12"),
-        ((16, 5, 2, 8), "12 experts do not divide into 5"),
-        ((16, 4, 3, 8), "8 devices do not divide among 3"),
+        ((16, 8, 2, 8), "12 experts do not divide into 8"),
+        ((16, 3, 3, 8), "8 devices do not divide among 3"),
         ((20, 4, 2, 8), "replicas=20 is not a multiple of 8"),
         ((16, 4, 0, 8), "nodes=0"),
+        ((16.0, 4, 2, 8), "replicas is 16.0, a float"),
     ],
 )
 def test_numbers_that_do_not_divide_are_refused(numbers, message):
@@ -101,9 +102,31 @@ def test_numbers_that_do_not_divide_are_refused(numbers, message):
         rebalance_experts(WEIGHT, *numbers)
 
 
-def test_weights_must_be_loads():
-    with pytest.raises(errors.CollectiveError, match="not negative"):
-        rebalance_experts([[1.0, -1.0]], 2, 1, 1, 1)
+def test_groups_that_do_not_divide_among_the_nodes_are_ignored_with_the_nodes():
+    """As the published algorithm does, which then neither divides the experts nor the devices by them."""
+    weight = np.random.default_rng(0).integers(1, 100, (2, 41))
+    for ours, alone in zip(
+        rebalance_experts(weight, 60, 8, 3, 20), rebalance_experts(weight, 60, 1, 1, 20), strict=True
+    ):
+        np.testing.assert_array_equal(ours, alone)
+
+
+def test_no_layers_have_no_places():
+    to_logical, to_physical, counts = rebalance_experts(np.zeros((0, 12)), 16, 4, 2, 8)
+    assert to_logical.shape == (0, 16) and to_physical.shape[:2] == counts.shape == (0, 12)
+
+
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        ([[1.0, -1.0]], "not negative"),
+        (np.zeros((2, 0)), r"\(2, 0\) must be \[layers, experts\]"),
+        ([[1, 2], [3]], "is no array of numbers"),
+    ],
+)
+def test_weights_must_be_loads(weight, message):
+    with pytest.raises(errors.CollectiveError, match=message):
+        rebalance_experts(weight, 2, 1, 1, 1)
 
 
 @pytest.mark.parametrize(("place", "axes"), [(SIMULATED, {"x": 8}), (DEVICES, {"node": 2, "device": 4})])

@@ -200,6 +200,7 @@ def test_only_copies_can_be_reversed():
         (("all_gather", "halving_doubling", 6), "not defined for 6 ranks, only for powers of two; 'bruck'"),
         (("all_reduce", "hierarchical", 7), "not defined for 7 ranks, a prime number"),
         (("all_reduce", "ring", 0), "ranks >= 1"),
+        (("all_reduce", "ring", 11.0), "ranks=11.0, root=0: need integers"),
     ],
 )
 def test_errors_say_what_to_use(arguments, message):

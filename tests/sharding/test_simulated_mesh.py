@@ -42,6 +42,26 @@ def test_keeps_the_order_of_axes_in_a_dimension():
         )
 
 
+def test_casts_of_what_a_loop_carries():
+    """A carry that begins as a constant has to be cast to what the loop makes of it, for one axis or several."""
+
+    def f(x):
+        carry = lax.pcast(jnp.zeros(2), ("a", "b"), to="varying")
+        along = lax.pcast(lax.psum(x, "b"), "b", to="varying")
+        summed, _ = lax.scan(lambda c, row: (c + sharding.all_reduce(row, "a"), None), carry, x)
+        return lax.while_loop(lambda c: c[0] < 9, lambda c: c + 1, summed) + along[0]
+
+    x = jnp.arange(32.0).reshape(16, 2)
+    specs = {"in_specs": P(("a", "b")), "out_specs": P(("a", "b"))}
+    chex.assert_trees_all_equal(*both(f, x, **specs))
+    mesh = sharding.SimulatedMesh(SHAPE)
+    np.testing.assert_array_equal(mesh.shard_map(f, **specs)(x), both(f, x, **specs)[0])  # op by op
+    only = mesh.shard_map(
+        lambda x: lax.pcast(jnp.zeros(1), "b", to="varying") + x, in_specs=P("b"), out_specs=P("b"), axis_names={"b"}
+    )
+    np.testing.assert_array_equal(only(x[:4, 0]), x[:4, 0])
+
+
 def test_some_axes_only():
     mesh = sharding.SimulatedMesh(SHAPE)
     f = mesh.shard_map(lambda x: lax.psum(x, "b"), in_specs=P("b"), out_specs=P(), axis_names={"b"})
@@ -87,7 +107,9 @@ def test_errors(spec, message):
         f(jnp.ones((4, 6)))
 
 
-@pytest.mark.parametrize("shape", [{}, {"x": 0}])
-def test_shapes_that_are_none(shape):
-    with pytest.raises(errors.CollectiveError, match="at least"):
+@pytest.mark.parametrize(
+    ("shape", "message"), [({}, "at least"), ({"x": 0}, "at least"), ({"x": 4.0}, "extent of 'x' is 4.0, a float")]
+)
+def test_shapes_that_are_none(shape, message):
+    with pytest.raises(errors.CollectiveError, match=message):
         sharding.SimulatedMesh(shape)

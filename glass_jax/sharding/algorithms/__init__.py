@@ -79,8 +79,9 @@ def _check(collective: str, algorithm: str, ranks: int, root: int, levels: tuple
         raise errors.CollectiveError(
             f"{collective} has no algorithm {algorithm!r}; it has {', '.join(known[collective])}"
         )
-    if ranks < 1 or not 0 <= root < ranks:
-        raise errors.CollectiveError(f"{ranks=}, {root=}: need ranks >= 1 and 0 <= root < ranks")
+    integers = isinstance(ranks, int | np.integer) and isinstance(root, int | np.integer)
+    if not integers or ranks < 1 or not 0 <= root < ranks:
+        raise errors.CollectiveError(f"{ranks=}, {root=}: need integers, ranks >= 1 and 0 <= root < ranks")
     if not defined(collective, algorithm, ranks) and levels is None:
         remedy = {
             "halving_doubling": "only for powers of two; 'bruck' takes as few steps with any number of ranks",
