@@ -43,6 +43,7 @@ def topk(
     x: jax.typing.ArrayLike,
     k: int,
     *,
+    start: jax.typing.ArrayLike | None = None,
     end: jax.typing.ArrayLike | None = None,
     sorted: bool = False,  # noqa: A002 (as torch.topk calls it)
     sorted_index: bool = False,
@@ -55,7 +56,7 @@ def topk(
     The elements are those that ``lax.top_k`` takes: of equal ones the first, +0 before -0. On the CPU this is many
     times faster for 16-bit types.
 
-    A NaN among the first ``end`` elements of a row is an error: outside of ``jit`` it raises. Where nothing can be
+    A NaN among the elements of a row that count is an error: outside of ``jit`` it raises. Where nothing can be
     raised (``jit``, ``vmap``, ``grad``, ...) all values of that row are NaN and all its indices ``index_fill``, and its
     gradient has a NaN.
 
@@ -65,11 +66,13 @@ def topk(
     Args:
       x: ``[..., v]``; float32, float16 or bfloat16 (float64 on ``"xla"``).
       k: how many; at most 4096 on the NPU. May exceed the length of a row.
-      end: int32 ``[...]``: of each row only the elements before this one count; default: all. Less than 0 counts as 0,
-        more than v as v.
+      start: int32 ``[...]``: of each row only the elements from this one on count, as queries of
+        :func:`glass_jax.mqa_logits` see keys; default: from the first. Less than 0 counts as 0.
+      end: int32 ``[...]``: of each row only the elements before this one count; default: all. More than v counts as v,
+        and at or before ``start`` is none.
       sorted: largest first. Without it and ``sorted_index`` the order is not specified.
       sorted_index: lowest index first.
-      value_fill: value where a row has less than ``k`` elements, always after those it has.
+      value_fill: value where a row has less than ``k`` elements that count, always after those it has.
       index_fill: int32, index there.
       implementation: ``"xla"``, ``"npu_model"`` or ``"ascend"``; default: ``glass.configure``'s, else by platform.
 
@@ -78,18 +81,24 @@ def topk(
       indices: ``[..., k]`` int32.
 
     Raises:
-      HardwareConstraintError: (a ValueError) an ``x`` that is no float or has no dimension, an ``end`` that is no
-        integer or not one for each row, ``k`` less than 1, ``value_fill`` NaN, ``sorted`` together with
+      HardwareConstraintError: (a ValueError) an ``x`` that is no float or has no dimension, a ``start`` or ``end``
+        that is no integer or not one for each row, ``k`` less than 1, ``value_fill`` NaN, ``sorted`` together with
         ``sorted_index``.
       NotANumberError: outside of ``jit``, a NaN in ``x``.
       UnsupportedError: on the NPU, float64, or ``k`` above 4096.
     """
     x = jnp.asarray(x)
-    end = jnp.full(x.shape[:-1], x.shape[-1] if x.ndim else 0, jnp.int32) if end is None else jnp.asarray(end)
+    columns = x.shape[-1] if x.ndim else 0
+    start, end = (
+        jnp.full(x.shape[:-1], default, jnp.int32) if bound is None else jnp.asarray(bound)
+        for bound, default in ((start, 0), (end, columns))
+    )
     k = operator.index(k)
-    _check(x, end, k, value_fill, index_fill, sorted and sorted_index)
+    _check(x, start, end, k, value_fill, index_fill, sorted and sorted_index)
     params = Params.chosen(implementation, k=k, sorted=bool(sorted), sorted_index=bool(sorted_index))
-    values, indices = TOPK.bind(x, jnp.clip(end, 0, x.shape[-1]).astype(jnp.int32), params=params)
+    # Before they become int32, in which a number beyond it would be another one.
+    bounds = (jnp.clip(x, 0, min(columns, jnp.iinfo(x.dtype).max)).astype(jnp.int32) for x in (start, end))
+    values, indices = TOPK.bind(x, *bounds, params=params)
     _check_nans(values)
     missing = indices == NO_INDEX
     if value_fill != -math.inf:
@@ -99,14 +108,23 @@ def topk(
     return values, indices
 
 
-def _check(x: jax.Array, end: jax.Array, k: int, value_fill: float, index_fill: int, both_orders: bool) -> None:
+def _check(
+    x: jax.Array,
+    start: jax.Array,
+    end: jax.Array,
+    k: int,
+    value_fill: float,
+    index_fill: int,
+    both_orders: bool,
+) -> None:
     checks.dimensions("topk", x=(x, "... v"))
     checks.floats("topk", x=x)
-    checks.integers("topk", end=end)
-    if end.shape != x.shape[:-1]:
-        raise errors.HardwareConstraintError(
-            f"topk: end has shape {end.shape}, expected {x.shape[:-1]}: one length for each row of x {x.shape}"
-        )
+    checks.integers("topk", start=start, end=end)
+    for name, bound in (("start", start), ("end", end)):
+        if bound.shape != x.shape[:-1]:
+            raise errors.HardwareConstraintError(
+                f"topk: {name} has shape {bound.shape}, expected {x.shape[:-1]}: one number for each row of x {x.shape}"
+            )
     if k < 1:
         raise errors.HardwareConstraintError(f"topk: {k=} must be at least 1")
     if both_orders:
@@ -124,32 +142,32 @@ def _check_nans(values: jax.Array) -> None:
         first = tuple(map(int, np.argwhere(poisoned)[0]))
         raise errors.NotANumberError(
             f"topk: {int(poisoned.sum())} of {poisoned.size} rows of x hold a NaN, the first one at {first}; there is "
-            "no order with it. Replace it, or let end exclude it"
+            "no order with it. Replace it, or let start and end exclude it"
         )
 
 
-def _abstract_eval(x, end, *, params: Params) -> tuple[jax.ShapeDtypeStruct, ...]:
-    shape = (*np.broadcast_shapes(x.shape[:-1], end.shape), params.k)
+def _abstract_eval(x, start, end, *, params: Params) -> tuple[jax.ShapeDtypeStruct, ...]:
+    shape = (*np.broadcast_shapes(x.shape[:-1], start.shape, end.shape), params.k)
     return jax.ShapeDtypeStruct(shape, x.dtype), jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
-def _dimensions(x, end, *, params: Params) -> partition.Dimensions:
-    shape = np.broadcast_shapes(x.shape[:-1], end.shape)
-    rows, of_x, of_end = (
+def _dimensions(x, start, end, *, params: Params) -> partition.Dimensions:
+    shape = np.broadcast_shapes(x.shape[:-1], start.shape, end.shape)
+    rows, of_x, of_start, of_end = (
         " ".join(partition.broadcast("r", tag, given, shape))
-        for tag, given in (("", shape), ("x", x.shape), ("e", end.shape))
+        for tag, given in (("", shape), ("x", x.shape), ("s", start.shape), ("e", end.shape))
     )
-    return partition.Dimensions(f"{of_x} v, {of_end} -> {rows} k, {rows} k", parallel=rows)
+    return partition.Dimensions(f"{of_x} v, {of_start}, {of_end} -> {rows} k, {rows} k", parallel=rows)
 
 
-def _formula(x, end, *, params: Params) -> tuple[jax.Array, jax.Array]:
-    return formula.topk(x, end, k=params.k, sorted_index=params.sorted_index)
+def _formula(x, start, end, *, params: Params) -> tuple[jax.Array, jax.Array]:
+    return formula.topk(x, start, end, k=params.k, sorted_index=params.sorted_index)
 
 
 def _jvp(primals, tangents, *, params: Params):
     """The tangents of the elements that were chosen: linear in those of ``x``, so that JAX transposes it."""
     values, indices = TOPK.bind(*primals, params=params)
-    x_dot, _ = tangents
+    x_dot, *_ = tangents
     indices_dot = ad.Zero(jax.typeof(indices).to_tangent_aval())
     if isinstance(x_dot, ad.Zero):
         return (values, indices), (ad.Zero(jax.typeof(values).to_tangent_aval()), indices_dot)

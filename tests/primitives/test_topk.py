@@ -23,7 +23,7 @@ def _random(shape, dtype, seed=0):
 
 def _topk(implementation, k, **options):
     call = functools.partial(glass.topk, k=k, implementation=implementation, **options)
-    return jax.jit(lambda x, end: call(x, end=end))
+    return jax.jit(lambda x, end, start=None: call(x, start=start, end=end))
 
 
 # --- values --------------------------------------------------------------------------------------------------------
@@ -46,11 +46,14 @@ def _topk(implementation, k, **options):
 def test_any_shape(shape, k, dtype, implementation):
     x = _random(shape, dtype)
     rows, select = x.shape[:-1], _topk(implementation, k)
-    for end in (np.full(rows, shape[-1]), np.random.default_rng(1).integers(0, shape[-1] + 1, rows)):
-        values, indices = select(x, end)
-        topk_reference.check(x, k, values, indices, end)
-        expected = topk_reference.topk(x, k, end)[1]
-        np.testing.assert_array_equal(np.sort(indices, axis=-1), np.sort(expected, axis=-1))
+    rng = np.random.default_rng(1)
+    for bound in (np.full(rows, shape[-1]), rng.integers(0, shape[-1] + 1, rows)):
+        start = rng.integers(0, bound + 1)
+        for first, end in ((np.zeros(rows, int), bound), (start, bound), (bound, start)):
+            values, indices = select(x, end, first)
+            topk_reference.check(x, k, values, indices, end, start=first)
+            expected = topk_reference.topk(x, k, end, first)[1]
+            np.testing.assert_array_equal(np.sort(indices, axis=-1), np.sort(expected, axis=-1))
 
 
 @pytest.mark.slow
@@ -95,18 +98,47 @@ SPECIAL = [-np.inf, -3e38, -1.5, -1e-40, -0.0, 0.0, 1e-40, 1.0, 1.5, 3e38, np.in
 @given(data=st.data())
 def test_properties(data, implementation):
     """One shape, so that nothing is compiled twice; few different values, so that most are equal to others."""
-    v = 5000 if implementation == "xla" else 300  # long enough for chunks
+    v = _length(implementation)
     pool = data.draw(st.lists(st.sampled_from(SPECIAL), min_size=1, max_size=4))
     seed = data.draw(st.integers(0, 2**32 - 1))
     x = np.random.default_rng(seed).choice(np.array(pool, np.float32), (4, v))
-    end = np.array(data.draw(st.lists(st.integers(0, v), min_size=4, max_size=4)))
-    values, indices = _of_one_shape(implementation)(x, end)
-    topk_reference.check(x, 17, values, indices, end)
+    start, end = np.array(
+        data.draw(st.lists(st.tuples(st.integers(0, v), st.integers(0, v)), min_size=4, max_size=4))
+    ).T
+    values, indices = _of_one_shape(implementation)(x, end, start)
+    topk_reference.check(x, 17, values, indices, end, start=start)
+    if implementation == "xla":  # whose order is that of lax.top_k
+        np.testing.assert_array_equal(indices, topk_reference.topk(x, 17, end, start)[1])
 
 
 @functools.cache
 def _of_one_shape(implementation):
     return _topk(implementation, 17)
+
+
+def _length(implementation):
+    return 5000 if implementation == "xla" else 300  # long enough for chunks
+
+
+@pytest.mark.parametrize("implementation", RUNS_HERE)
+def test_bounds_beyond_the_row_count_as_its_own(implementation):
+    x = _random((4, _length(implementation)), "float32")
+    values, indices = _of_one_shape(implementation)(x, np.array([-3, 99999, 2**31 - 1, 12]), [-9, -(2**31), 5, 99])
+    v = x.shape[-1]
+    topk_reference.check(x, 17, values, indices, np.array([0, v, v, 12]), start=np.array([0, 0, 5, 12]))
+
+
+@pytest.mark.parametrize("implementation", RUNS_HERE)
+def test_minus_infinity_counts_where_it_is_inside(implementation):
+    """It is an element like others, and what is outside is never taken for one."""
+    v = _length(implementation)
+    x = jnp.full((4, v), -jnp.inf).at[:, 40].set(1).at[3, 41:].set(-2)
+    start, end = np.array([0, 30, 39, v - 3]), np.array([v, 45, 200, v])
+    values, indices = _of_one_shape(implementation)(x, end, start)
+    topk_reference.check(x, 17, values, indices, end, start=start)
+    firsts = [*range(16), 40], [*range(30, 45)], [*range(39, 56)], [*range(v - 3, v)]
+    for row, first in zip(np.sort(indices, axis=-1), firsts, strict=True):
+        np.testing.assert_array_equal(row[: len(first)], first)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -140,6 +172,11 @@ def test_a_row_with_a_nan_is_poisoned(dtype, implementation):
     values, indices = _topk(implementation, 17)(x, end)
     assert jnp.isnan(values[1:3]).all() and (indices[1:3] == topk_reference.NOTHING).all()
     topk_reference.check(x[::3], 17, values[::3], indices[::3], end[::3])
+    start = np.array([0, 8, 200, 10])  # behind that of the second and the last row
+    values, indices = _topk(implementation, 17)(x, np.full(4, 300), start)
+    assert jnp.isnan(values[2]).all() and (indices[2] == topk_reference.NOTHING).all()
+    others = np.array([0, 1, 3])
+    topk_reference.check(x[others], 17, values[others], indices[others], start=start[others])
 
 
 @pytest.mark.parametrize("v", [300, 5000], ids=["short", "in_chunks"])
@@ -208,7 +245,9 @@ X = jnp.ones((4, 8))
         (lambda: glass.topk(X.astype(jnp.int32), 1), "x is int32; use float32, float16 or bfloat16"),
         (lambda: glass.topk(X, 0), "k=0 must be at least 1"),
         (lambda: glass.topk(X, 1, end=jnp.ones(4)), "end is float32; use int32"),
-        (lambda: glass.topk(X, 1, end=jnp.ones(8, int)), r"end has shape \(8,\), expected \(4,\): one length for each"),
+        (lambda: glass.topk(X, 1, start=jnp.ones(4)), "start is float32; use int32"),
+        (lambda: glass.topk(X, 1, end=jnp.ones(8, int)), r"end has shape \(8,\), expected \(4,\): one number for each"),
+        (lambda: glass.topk(X, 1, start=jnp.ones(8, int)), r"start has shape \(8,\), expected \(4,\)"),
         (lambda: glass.topk(X, 1, sorted=True, sorted_index=True), "sorted and sorted_index are two orders"),
         (lambda: glass.topk(X, 1, value_fill=np.nan), "value_fill is NaN"),
         (lambda: glass.topk(X, 1, index_fill=2**31), "index_fill=2147483648 is not an int32"),

@@ -21,7 +21,7 @@ def _random(*shape, dtype="float32"):
 
 
 def _topk(implementation="xla", **options):
-    return lambda x, end: glass.topk(x, K, end=end, implementation=implementation, **options)
+    return lambda x, end, start=None: glass.topk(x, K, start=start, end=end, implementation=implementation, **options)
 
 
 # --- vmap ----------------------------------------------------------------------------------------------------------
@@ -42,10 +42,11 @@ def test_vmap(x_axis, end_axis, implementation):
 
 @pytest.mark.parametrize("implementation", RUNS_HERE)
 def test_nested_vmap_over_different_operands(implementation):
-    x, end = _random(4, 20), np.arange(5)
-    values, indices = jax.jit(jax.vmap(jax.vmap(_topk(implementation), (None, 0)), (0, None)))(x, end)
+    x, end, start = _random(4, 20), np.arange(5) + 4, np.array([0, 6, 3, 2])
+    select = jax.jit(jax.vmap(jax.vmap(_topk(implementation), (None, 0, None)), (0, None, 0)))
+    values, indices = select(x, end, start)
     rows, ends = jnp.broadcast_to(x[:, None], (4, 5, 20)), np.broadcast_to(end, (4, 5))
-    topk_reference.check(rows, K, values, indices, ends)
+    topk_reference.check(rows, K, values, indices, ends, start=np.broadcast_to(start[:, None], (4, 5)))
 
 
 # --- derivatives ---------------------------------------------------------------------------------------------------
@@ -112,18 +113,19 @@ def _collectives(fn, *operands) -> list[str]:
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name.lower())
 @pytest.mark.parametrize("spec", [jax.P("x", "y", None), jax.P(("x", "y"), None, None), jax.P("x", None, "y")], ids=str)
 def test_rows_stay_on_their_devices(spec, axis_type, implementation):
-    x, end = _random(8, 2, 24), np.arange(16).reshape(8, 2) + 1
+    x, start, end = _random(8, 2, 24), np.arange(16).reshape(8, 2) // 2, np.arange(16).reshape(8, 2) + 1
     mesh = jax.make_mesh((4, 2), ("x", "y"), devices=jax.devices()[:8], axis_types=(axis_type,) * 2)
     with jax.set_mesh(mesh):
-        operands = jax.device_put(x, spec), jax.device_put(end, jax.P(*spec[:2]))
+        operands = jax.device_put(x, spec), *(jax.device_put(bound, jax.P(*spec[:2])) for bound in (end, start))
         select = jax.jit(_topk(implementation))
         values, indices = select(*operands)
         kept = jax.P(*spec[:2], None)
         assert values.sharding.is_equivalent_to(jax.NamedSharding(mesh, kept), 3)
         assert indices.sharding.is_equivalent_to(jax.NamedSharding(mesh, kept), 3)
         assert _collectives(select, *operands) == ([] if spec[2] is None else ["all-gather"])
-        gradient = jax.jit(jax.grad(lambda x, end: _topk(implementation)(x, end)[0][..., :1].sum()))(*operands)
-    topk_reference.check(x, K, values, indices, end)
+        total = lambda x, end, start: _topk(implementation)(x, end, start)[0][..., :1].sum()  # noqa: E731
+        gradient = jax.jit(jax.grad(total))(*operands)
+    topk_reference.check(x, K, values, indices, end, start=start)
     np.testing.assert_array_equal(np.asarray(gradient).sum(-1), 1)
 
 

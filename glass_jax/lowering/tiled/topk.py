@@ -12,20 +12,20 @@ from glass_jax.lowering.tilelang.kernels.topk import MAX_K, TopkKernel
 from glass_jax.lowering.xla import topk as formula
 
 
-def topk(x: jax.Array, end: jax.Array, *, params) -> tuple[jax.Array, jax.Array]:
+def topk(x: jax.Array, start: jax.Array, end: jax.Array, *, params) -> tuple[jax.Array, jax.Array]:
     """``topk`` with operands and ``params`` as in the primitive."""
-    rows, columns, k = jnp.broadcast_shapes(x.shape[:-1], end.shape), x.shape[-1], params.k
+    rows, columns, k = jnp.broadcast_shapes(x.shape[:-1], start.shape, end.shape), x.shape[-1], params.k
     if k > MAX_K:
         raise errors.UnsupportedError(
             f"topk: {k=} is more than {MAX_K}, which the kernel has room for; use implementation='xla'"
         )
     if 0 in (*rows, columns):
-        return formula.topk(x, end, k=k, sorted_index=True)
+        return formula.topk(x, start, end, k=k, sorted_index=True)
     bits = jnp.uint32 if x.dtype.itemsize == 4 else jnp.uint16
     flat = lax.bitcast_convert_type(jnp.broadcast_to(x, (*rows, columns)), bits).reshape(-1, columns)
-    ends = jnp.broadcast_to(end, rows).reshape(-1)
-    kernel = TopkKernel(rows=ends.shape[0], columns=columns, k=k, dtype=str(x.dtype))
-    values, indices = common.run(kernel, flat, ends, implementation=params.implementation, chip=params.chip)
+    bounds = [jnp.broadcast_to(bound, rows).reshape(-1) for bound in (start, end)]
+    kernel = TopkKernel(rows=flat.shape[0], columns=columns, k=k, dtype=str(x.dtype))
+    values, indices = common.run(kernel, flat, *bounds, implementation=params.implementation, chip=params.chip)
     values = lax.bitcast_convert_type(values, x.dtype)
     if params.sorted:  # the kernel's order is that of the indices
         values, indices = formula.by_value(values, indices)

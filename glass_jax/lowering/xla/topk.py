@@ -21,36 +21,65 @@ NO_INDEX = 2**31 - 1  # stands where a row has no further element
 _LONG = 256  # v / k from which the search in chunks is the faster one (measured on the CPU)
 
 
-def topk(x: jax.Array, end: jax.Array, *, k: int, sorted_index: bool) -> tuple[jax.Array, jax.Array]:
-    """The ``k`` largest of the first ``end`` elements of each row, largest first.
+def topk(x: jax.Array, start: jax.Array, end: jax.Array, *, k: int, sorted_index: bool) -> tuple[jax.Array, jax.Array]:
+    """The ``k`` largest of the elements ``start`` to ``end`` of each row, largest first.
 
     Args:
       x: ``[..., v]``, a float type.
-      end: ``[...]`` int32, broadcasts with the rows of ``x``.
+      start: ``[...]`` int32 from 0 to v, broadcasts with the rows of ``x``.
+      end: ``[...]`` int32 from 0 to v, broadcasts with them.
       k: how many.
       sorted_index: orders them by their index instead.
 
     Returns:
-      Values and indices ``[..., k]``. Beyond the row's end ``-inf`` and :data:`NO_INDEX`; where a NaN is among the
-      elements all values of the row are NaN and all indices :data:`NO_INDEX`.
+      Values and indices ``[..., k]``. Where a row has no more elements ``-inf`` and :data:`NO_INDEX`; where a NaN is
+      among them all values of the row are NaN and all indices :data:`NO_INDEX`.
     """
-    rows, v = jnp.broadcast_shapes(x.shape[:-1], end.shape), x.shape[-1]
+    rows, v = jnp.broadcast_shapes(x.shape[:-1], start.shape, end.shape), x.shape[-1]
     shape = (*rows, k)
     if 0 in shape or v == 0:
         return jnp.full(shape, -jnp.inf, x.dtype), jnp.full(shape, NO_INDEX, jnp.int32)
     x = jnp.broadcast_to(x, (*rows, v)).reshape(-1, v)
-    end = jnp.broadcast_to(end, rows).reshape(-1, 1)
-    keys = jnp.where(jnp.arange(v) < end, _keys(x), -jnp.inf)  # those beyond the end come last, also after -inf
+    start, end = (jnp.broadcast_to(bound, rows).reshape(-1, 1) for bound in (start, end))
+    column = jnp.arange(v, dtype=jnp.int32)
+    inside = (start <= column) & (column < end)
+    keys = jnp.where(inside, _keys(x), -jnp.inf)
     largest, indices = (_in_chunks if _is_short(x) and v >= _LONG * k else lax.top_k)(keys, min(k, v))
     # Not just the first: where a part is cut out of what top_k returns, XLA does not see that it is top_k.
     poisoned = (jnp.isposinf if _is_short(x) else jnp.isnan)(largest).any(-1, keepdims=True)
-    indices = jnp.where((indices < end) & ~poisoned, indices, NO_INDEX)
+    if not _is_short(x):  # of others no key is -inf
+        indices = _with_infinities(indices, keys, start, end)
+    indices = jnp.where((start <= indices) & (indices < end) & ~poisoned, indices, NO_INDEX)
     if sorted_index:
         indices = jnp.sort(indices, axis=-1)
     indices = jnp.pad(indices, ((0, 0), (0, k - indices.shape[-1])), constant_values=NO_INDEX)
     values = jnp.take_along_axis(x, indices, axis=-1, mode="fill", fill_value=-jnp.inf)
     values = jnp.where(poisoned, jnp.nan, values)
     return values.reshape(shape), indices.reshape(shape)
+
+
+def _with_infinities(indices: jax.Array, keys: jax.Array, start: jax.Array, end: jax.Array) -> jax.Array:
+    """Indices of the largest ``keys`` in which elements of -inf stand, and none before ``start``, which has that key.
+
+    Args:
+      indices: ``[rows, k]``, those of the largest first.
+      keys: ``[rows, v]``.
+      start: ``[rows, 1]``.
+      end: ``[rows, 1]``.
+    """
+    slot = jnp.arange(indices.shape[-1], dtype=jnp.int32)
+    wanted = jnp.minimum(jnp.maximum(end - start, 0), len(slot))
+
+    def of_infinities() -> jax.Array:
+        column = jnp.arange(keys.shape[-1], dtype=jnp.int32)
+        infinite = (start <= column) & (column < end) & jnp.isneginf(keys)
+        larger = jnp.sum(~jnp.isneginf(keys), axis=-1, keepdims=True, dtype=jnp.int32)
+        count = jnp.cumsum(infinite, axis=-1, dtype=jnp.int32)  # so that the n-th is where it becomes n
+        nth = jax.vmap(jnp.searchsorted)(count, jnp.maximum(slot - larger + 1, 0)).astype(jnp.int32)
+        return jnp.where(slot < larger, indices, jnp.where(slot < wanted, nth, NO_INDEX))
+
+    some_before = (indices < start) & (slot < wanted)  # as a rule none: rows have that many elements above -inf
+    return lax.cond(some_before.any(), of_infinities, lambda: indices)
 
 
 def by_value(values: jax.Array, indices: jax.Array) -> tuple[jax.Array, jax.Array]:

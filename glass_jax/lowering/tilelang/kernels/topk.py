@@ -34,13 +34,14 @@ class TopkKernel:
 
     =========== ================== =======================
     ``x``       ``[rows, columns]`` bits, uint16 or uint32
+    ``start``   ``[rows]``          int32, 0 to ``columns``
     ``end``     ``[rows]``          int32, 0 to ``columns``
     ``values``  ``[rows, k]``       as ``x``
     ``indices`` ``[rows, k]``       int32
     =========== ================== =======================
 
-    Where a row has less than ``k`` elements before its end, minus infinity and ``NO_INDEX`` follow. In a row with a NaN
-    there all values are NaN and all indices ``NO_INDEX``.
+    Where a row has less than ``k`` elements from its start to its end, minus infinity and ``NO_INDEX`` follow. In a row
+    with a NaN there all values are NaN and all indices ``NO_INDEX``.
 
     Attributes:
       rows, columns: extents, any positive number.
@@ -72,7 +73,7 @@ class TopkKernel:
     @property
     def outputs(self) -> tuple[int, ...]:
         """The results are the last two parameters."""
-        return (2, 3)
+        return (3, 4)
 
     @property
     def pass_configs(self) -> tuple[()]:
@@ -120,6 +121,7 @@ class TopkKernel:
         @T.prim_func
         def topk(
             x: x_type,
+            start: T.Tensor((self.rows,), "int32"),
             end: T.Tensor((self.rows,), "int32"),
             values: values_type,
             indices: T.Tensor((self.rows, k), "int32"),
@@ -139,22 +141,24 @@ class TopkKernel:
                 result = T.alloc_shared((width,), bits)
                 T.annotate_buffer_versions({tile: 2})
                 for row in T.Persistent([self.rows], cores, core, group_size=1):
-                    length = T.max(T.min(end[row], columns), 0)
+                    first = T.max(T.min(start[row], columns), 0)
+                    length = T.max(T.min(end[row], columns) - first, 0)
                     with T.SimdVF():
                         begin(last, quota, smaller, equal, largest, found, where, T.min(length, k))
                     for digit in T.serial(self.size):
                         with T.SimdVF():
                             clear(counts)
                         for step in T.Pipelined(T.ceildiv(length, tile_size), num_stages=2):
-                            T.copy(x[row, step * tile_size : (step + 1) * tile_size], tile)
+                            T.copy(x[row, first + step * tile_size : first + (step + 1) * tile_size], tile)
                             with T.SimdVF():
                                 count(tile, counts, last, digit, length - step * tile_size)
                         with T.SimdVF():
                             narrow(counts, last, quota, digit)
                     for step in T.Pipelined(T.ceildiv(length, tile_size), num_stages=2):
-                        T.copy(x[row, step * tile_size : (step + 1) * tile_size], tile)
+                        T.copy(x[row, first + step * tile_size : first + (step + 1) * tile_size], tile)
                         with T.SimdVF():
-                            select(tile, last, quota, smaller, equal, largest, found, where, step * tile_size, length)
+                            left = length - step * tile_size
+                            select(tile, last, quota, smaller, equal, largest, found, where, left, first + length)
                     with T.SimdVF():
                         finish(largest, found, where, result)
                     T.copy(result[0:k], values[row, 0:k])
@@ -294,7 +298,7 @@ def _selection(kernel: TopkKernel) -> tuple[Any, Any, Any]:
         return S.vdupv(S.vcadd(S.vsel(one, zero, mask), full), full)
 
     @T.macro
-    def select(tile, last, quota, smaller, equal, largest, found, where, first, length):
+    def select(tile, last, quota, smaller, equal, largest, found, where, left, end):
         full = S.pset(32)
         bound, most = S.vld(last[0]), S.vld(quota[0])
         magnitude = S.vdup(T.uint32(sign - 1), "uint32", full)
@@ -303,9 +307,9 @@ def _selection(kernel: TopkKernel) -> tuple[Any, Any, Any]:
         before[0] = S.vld(smaller[0])
         before[1] = S.vld(equal[0])
         before[2] = S.vld(largest[0])
-        for group in range(T.ceildiv(T.min(length - first, kernel.tile), LANES)):
+        for group in range(T.ceildiv(T.min(left, kernel.tile), LANES)):
             start = group * LANES
-            mask = S.update_mask(length - first - start, 32)
+            mask = S.update_mask(left - start, 32)
             bits = T.reinterpret(S.vld(tile[start], "UNPK_B16"), "uint32x64") if is_short else S.vld(tile[start])
             keys = key(bits)
             less = S.vcmp(keys, bound, mask, "lt")
@@ -314,7 +318,7 @@ def _selection(kernel: TopkKernel) -> tuple[Any, Any, Any]:
             chosen = S.por(less, S.vcmp(alike, most, same, "lt"), full)
             place = S.vadd(S.vadd(before[0], S.vusqz(less, "uint32"), full), S.vmin(alike, most, full), full)
             S.vscatter(bits, found[0], place, chosen)
-            S.vscatter(S.vci(T.int32(first + start), "int32"), where[0], place, chosen)
+            S.vscatter(S.vci(T.int32(end - left + start), "int32"), where[0], place, chosen)
             before[0] = S.vadd(before[0], counted(less, full), full)
             before[1] = S.vadd(before[1], counted(same, full), full)
             before[2] = S.vmax(before[2], S.vsel(S.vand(bits, magnitude, full), zero, mask), full)
