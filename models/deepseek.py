@@ -269,7 +269,7 @@ class Block(nnx.Module):
         self, x: jax.Array, lengths: jax.Array, valid: jax.Array, cache: Cached, block_table: jax.Array
     ) -> tuple[jax.Array, Cached]:
         """The layer on the next tokens, where ``valid``, of sequences in the cache, and the cache with them."""
-        y, cache = self.attention.decode(self.attention_norm(x), cache, block_table, lengths)
+        y, cache = self.attention.decode(self.attention_norm(x), cache, block_table, lengths, valid=valid)
         return self._feed_forward(x + y, valid)[0], cache
 
     def _feed_forward(self, x: jax.Array, valid: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
@@ -364,7 +364,13 @@ class DeepSeek(nnx.Module):
         return self.logits(last)[:, 0], cache
 
     def decode(
-        self, input_ids: jax.Array, lengths: jax.Array, cache: list[Cached], block_table: jax.Array
+        self,
+        input_ids: jax.Array,
+        lengths: jax.Array,
+        cache: list[Cached],
+        block_table: jax.Array,
+        *,
+        valid: jax.Array | None = None,
     ) -> tuple[jax.Array, list[Cached]]:
         """The next tokens of each sequence, after those that the cache holds.
 
@@ -372,12 +378,16 @@ class DeepSeek(nnx.Module):
           input_ids: int32 ``[B, S]``.
           lengths: int32 ``[B]``, tokens that the cache holds; -1: there is no such sequence.
           cache: one for each layer.
-          block_table: int32 ``[B, n]``, pages of each sequence, with room for S more tokens.
+          block_table: int32 ``[B, n]``, pages of each sequence, with room for the new tokens; the scores after one that
+            has none are NaN.
+          valid: bool ``[B, S]``, which of ``input_ids`` are new tokens, see :meth:`glass_jax.nn.MLA.decode`. None: all
+            are.
 
         Returns:
-          Scores of the token after each, float32 ``[B, S, vocab_size]``, and the cache with the S tokens.
+          Scores of the token after each, float32 ``[B, S, vocab_size]``, and the cache with the new tokens.
         """
-        valid = jnp.broadcast_to(lengths[:, None] >= 0, input_ids.shape)
+        exist = jnp.broadcast_to(lengths[:, None] >= 0, input_ids.shape)
+        valid = exist if valid is None else exist & valid
         x, cache = self.embed(input_ids), list(cache)
         for i, block in enumerate(self.blocks):
             x, cache[i] = block.decode(x, lengths, valid, cache[i], block_table)

@@ -20,7 +20,7 @@ from glass_jax.nn.linear import Linear, default_kernel_init
 from glass_jax.nn.mesh import DEFAULT_AXES, MeshAxes
 from glass_jax.nn.normalization import LayerNorm
 from glass_jax.primitives.mqa_logits import mqa_logits
-from glass_jax.primitives.topk import topk
+from glass_jax.primitives.topk import NO_INDEX, topk
 
 
 class Indexer(nnx.Module):
@@ -79,7 +79,13 @@ class Indexer(nnx.Module):
         self.weights = Linear(features, num_heads, roles=(None, "tensor"), **options)
 
     def __call__(
-        self, x: jax.Array, q_latent: jax.Array, positions: jax.Array | None = None, keys: jax.Array | None = None
+        self,
+        x: jax.Array,
+        q_latent: jax.Array,
+        positions: jax.Array | None = None,
+        keys: jax.Array | None = None,
+        *,
+        segment_ids: jax.Array | None = None,
     ) -> jax.Array:
         """The tokens that each token attends to, itself and those before it among them; not differentiable.
 
@@ -88,29 +94,40 @@ class Indexer(nnx.Module):
           q_latent: ``[B, S, q_lora_rank]``, what queries come from.
           positions: int32 ``[B, S]``, what the rotation is by; None: 0, 1, 2 and so on.
           keys: what :meth:`keys` returns for ``x``, where it is there already.
+          segment_ids: int32 ``[B, S]``: tokens choose among those of the same number. None: among all.
 
         Returns:
-          int32 ``[B, S, min(topk, S)]``, numbers of tokens of the same sequence in no particular order; where a token
-          has fewer before it, 2**31 - 1.
+          int32 ``[B, S, min(topk, S)]``, numbers of tokens of the same sequence in no particular order; 2**31 - 1 where
+          a token has fewer before it, and everywhere where it sees a NaN.
         """
-        return self.choose(self.scores(x, q_latent, positions, keys), _earlier(x))
+        scores = self.scores(x, q_latent, positions, keys, segment_ids=segment_ids)
+        return self.choose(scores, *seen(x.shape[:2], segment_ids))[0]
 
     def scores(
-        self, x: jax.Array, q_latent: jax.Array, positions: jax.Array | None = None, keys: jax.Array | None = None
+        self,
+        x: jax.Array,
+        q_latent: jax.Array,
+        positions: jax.Array | None = None,
+        keys: jax.Array | None = None,
+        *,
+        segment_ids: jax.Array | None = None,
     ) -> jax.Array:
-        """The scores of all pairs, float32 ``[B, S, S]``, -inf for later tokens: what an indexer is trained by.
+        """The scores of all pairs, float32 ``[B, S, S]``: what an indexer is trained by.
 
-        Arguments are those of :meth:`__call__`; differentiable.
+        Arguments are those of :meth:`__call__`; differentiable. Of later tokens and other segments they are -inf.
         """
         if positions is None:
-            positions = _earlier(x) - 1
+            positions = seen(x.shape[:2])[1] - 1
         keys = self.keys(x, positions) if keys is None else keys
-        return self.score(*self.queries(x, q_latent, positions), keys, _earlier(x))
+        scores = self.score(*self.queries(x, q_latent, positions), keys, *seen(x.shape[:2], segment_ids))
+        if segment_ids is None:
+            return scores
+        return jnp.where(_same(segment_ids), scores, -jnp.inf)  # of others may lie between those of a segment
 
     @staticmethod
-    def score(q: jax.Array, weights: jax.Array, keys: jax.Array, ends: jax.Array) -> jax.Array:
-        """Scores ``[B, S, n]`` of the first ``ends`` ``[B, S]`` of ``keys`` ``[B, n, D]``, -inf for the others."""
-        return mqa_logits(q.astype(keys.dtype), keys, None, weights, jnp.zeros_like(ends), ends)
+    def score(q: jax.Array, weights: jax.Array, keys: jax.Array, starts: jax.Array, ends: jax.Array) -> jax.Array:
+        """Scores ``[B, S, n]`` of ``keys`` ``[B, n, D]`` from ``starts`` to ``ends`` ``[B, S]``, -inf for others."""
+        return mqa_logits(q.astype(keys.dtype), keys, None, weights, starts, ends)
 
     def queries(self, x: jax.Array, q_latent: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Queries ``[B, S, H, D]``, and the heads' weights, float32 ``[B, S, H]``."""
@@ -122,9 +139,16 @@ class Indexer(nnx.Module):
         """The key of each token, ``[B, S, D]``: what a cache holds for later ones."""
         return self._rotate(self.k_norm(self.k(x)), positions)
 
-    def choose(self, scores: jax.Array, ends: jax.Array) -> jax.Array:
-        """The tokens of the largest scores ``[..., n]`` among the first ``ends`` ``[...]``; as :meth:`__call__`."""
-        return topk(lax.stop_gradient(scores), min(self.topk, scores.shape[-1]), end=ends)[1]
+    def choose(self, scores: jax.Array, starts: jax.Array, ends: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The tokens of the largest scores ``[..., n]`` from ``starts`` to ``ends`` ``[...]``; as :meth:`__call__`.
+
+        Returns:
+          Their numbers, int32 ``[..., min(topk, n)]``, none of a score of -inf; and, bool ``[...]``, whether a NaN is
+          among the scores, so that there are none.
+        """
+        k = min(self.topk, scores.shape[-1])
+        values, chosen = topk(lax.stop_gradient(scores), k, start=starts, end=ends)
+        return jnp.where(jnp.isneginf(values), NO_INDEX, chosen), jnp.isnan(values[..., 0])
 
     def _rotate(self, x: jax.Array, positions: jax.Array) -> jax.Array:
         turned, rest = jnp.split(x, [self.rope_features], axis=-1)
@@ -132,6 +156,14 @@ class Indexer(nnx.Module):
         return jnp.concatenate([turned, rest], -1)
 
 
-def _earlier(x: jax.Array) -> jax.Array:
-    """How many tokens each token of ``x`` ``[B, S, features]`` sees, itself among them: int32 ``[B, S]``."""
-    return jnp.broadcast_to(jnp.arange(1, x.shape[1] + 1, dtype=jnp.int32), x.shape[:2])
+def seen(shape: tuple[int, int], segment_ids: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+    """The first token that each one of ``[B, S]`` sees, of its own segment, and the first after those: int32."""
+    ends = jnp.broadcast_to(jnp.arange(1, shape[1] + 1, dtype=jnp.int32), shape)
+    if segment_ids is None:
+        return jnp.zeros_like(ends), ends
+    return jnp.argmax(_same(segment_ids), axis=-1).astype(jnp.int32), ends
+
+
+def _same(segment_ids: jax.Array) -> jax.Array:
+    """Which pairs of tokens have the same number, bool ``[B, S, S]``."""
+    return segment_ids[:, :, None] == segment_ids[:, None, :]

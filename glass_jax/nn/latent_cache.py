@@ -36,24 +36,40 @@ def write(cache: jax.Array, block_table: jax.Array, rows: jax.Array, positions: 
       cache: ``[pages, page_size, 1, D]``.
       block_table: int32 ``[B, n]``, the pages of each sequence in order.
       rows: ``[B, S, D]``.
-      positions: int32 ``[B, S]``, where in its sequence each token is; -1: its row is not written.
+      positions: int32 ``[B, S]``, where in its sequence each token is. The row of one that has no place, see
+        :func:`places`, is not written.
       axes: mesh axes by role.
     """
 
     def local(cache, block_table, rows, positions):
-        pages, page_size, _, features = cache.shape
-        slots = jnp.where(positions >= 0, places(block_table, positions, page_size), pages * page_size)
+        features = cache.shape[-1]
+        slots = places(cache, block_table, positions).ravel()
         flat, rows = cache.reshape(-1, features), rows.reshape(-1, features).astype(cache.dtype)
-        return flat.at[slots.ravel()].set(rows, mode="drop").reshape(cache.shape)
+        # A negative index would be counted from the end.
+        return flat.at[jnp.where(slots < 0, len(flat), slots)].set(rows, mode="drop").reshape(cache.shape)
 
     operands = (rows, ("batch", None, None)), (positions, ("batch", None))
     return on_each_device(local, cache, block_table, *operands, result=PAGES, axes=axes)
 
 
-def places(block_table: jax.Array, positions: jax.Array, page_size: int) -> jax.Array:
-    """Rows of a cache that the tokens at ``positions`` ``[B, S]`` of each sequence are in; anything for no position."""
-    page = jnp.take_along_axis(block_table, jnp.maximum(positions, 0) // page_size, axis=1, mode="clip")
-    return page * page_size + positions % page_size
+def places(cache: jax.Array, block_table: jax.Array, positions: jax.Array) -> jax.Array:
+    """Rows of ``cache`` that the tokens at ``positions`` ``[B, S]`` of each sequence are in: int32 ``[B, S]``.
+
+    -1 is the row of a token that has none: its position is negative or beyond the table, or its page, such as -1, is
+    none of the cache.
+    """
+    pages, page_size = cache.shape[:2]
+    column = positions // page_size
+    page = jnp.take_along_axis(block_table, jnp.maximum(column, 0), axis=1, mode="clip")
+    there = (positions >= 0) & (column < block_table.shape[1]) & (page >= 0) & (page < pages)
+    return jnp.where(there, page * page_size + positions % page_size, -1)
+
+
+def room(cache: jax.Array, block_table: jax.Array) -> jax.Array:
+    """How many tokens of each sequence have a place, up to the first page that is none of ``cache``: int32 ``[B]``."""
+    pages, page_size = cache.shape[:2]
+    there = (block_table >= 0) & (block_table < pages)
+    return jnp.sum(jnp.cumprod(there, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32) * page_size
 
 
 def of_sequences(cache: jax.Array, block_table: jax.Array) -> jax.Array:

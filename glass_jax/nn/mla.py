@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from glass_jax import errors
 from glass_jax.nn import latent_cache, rope
-from glass_jax.nn.indexer import Indexer
+from glass_jax.nn.indexer import Indexer, seen
 from glass_jax.nn.linear import Linear, default_kernel_init, default_stacked_init
 from glass_jax.nn.mesh import DEFAULT_AXES, MeshAxes, Role, parameter
 from glass_jax.nn.normalization import RMSNorm
@@ -128,9 +128,6 @@ class MLA(nnx.Module):
 
         Returns:
           ``[B, S, features]``.
-
-        Raises:
-          UnsupportedError: ``segment_ids`` with an indexer.
         """
         return self.prefill(x, positions, segment_ids=segment_ids)[0]
 
@@ -141,8 +138,6 @@ class MLA(nnx.Module):
 
         With an indexer those are two arrays, the second one of its keys.
         """
-        if self.indexer is not None and segment_ids is not None:
-            raise errors.UnsupportedError("MLA: an indexer does not know segments; pass one sequence a row")
         x = self.axes.constrain(x, "batch", None, None)
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
@@ -152,9 +147,10 @@ class MLA(nnx.Module):
         if self.indexer is None or x.shape[1] <= self.indexer.topk:
             out = self._plain(q_nope, q_pe, rows, segment_ids)
         else:
-            chosen = self.indexer(x, q_latent, positions, keys)
+            scores = self.indexer.scores(x, q_latent, positions, keys, segment_ids=segment_ids)
+            chosen, poisoned = self.indexer.choose(scores, *seen(x.shape[:2], segment_ids))
             out = jax.vmap(self._attend)(self._absorbed(q_nope, q_pe), rows[:, :, None], chosen[:, :, None])
-            out = self._by_head(out, self.v_up, transpose=False)
+            out = self._by_head(_nan_where(poisoned, out), self.v_up, transpose=False)
         return self.out(out.reshape(*x.shape[:2], -1)), kept
 
     def _plain(self, q_nope: jax.Array, q_pe: jax.Array, rows: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
@@ -167,26 +163,37 @@ class MLA(nnx.Module):
         return mla_prefill(q, k, v, softmax_scale=self.softmax_scale, segment_ids=segment_ids)[0]
 
     def decode(
-        self, x: jax.Array, cache: Cached, block_table: jax.Array, lengths: jax.Array
+        self,
+        x: jax.Array,
+        cache: Cached,
+        block_table: jax.Array,
+        lengths: jax.Array,
+        *,
+        valid: jax.Array | None = None,
     ) -> tuple[jax.Array, Cached]:
         """Attention of new tokens to themselves and what the cache holds, in the absorbed form.
 
         Args:
-          x: ``[B, S, features]``, the next S tokens of each sequence.
+          x: ``[B, S, features]``, the next tokens of each sequence.
           cache: from :meth:`empty_cache`.
           block_table: int32 ``[B, n]``, the pages of each sequence in order, with room for the new tokens.
-          lengths: int32 ``[B]``, tokens of each sequence that the cache holds; -1: the sequence does not exist, and its
-            result is zero.
+          lengths: int32 ``[B]``, tokens of each sequence that the cache holds; -1: the sequence does not exist.
+          valid: bool ``[B, S]``, which of ``x`` are new tokens, where sequences have not all as many: those of one
+            follow each other, and the others fill up. None: all are.
 
         Returns:
-          ``[B, S, features]``, and the cache with the new tokens.
+          ``[B, S, features]``, zero of what is no token of a sequence; and the cache with the new tokens. A token that
+          has no place there, its page being beyond the table or none of the cache, is not stored, and its result, and
+          that of later ones, is NaN.
 
         Raises:
           HardwareConstraintError: the sequences do not split over the mesh as the pages do.
         """
         batch, new, _ = x.shape
         x = self.axes.constrain(x, "batch", None, None)
-        positions = jnp.where(lengths[:, None] < 0, -1, lengths[:, None] + jnp.arange(new, dtype=jnp.int32))
+        valid = jnp.ones((batch, new), bool) if valid is None else valid
+        earlier = jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1
+        positions = jnp.where(valid & (lengths[:, None] >= 0), lengths[:, None] + earlier, -1)
         q_latent = self._query_latent(x)
         cache = self.store(cache, self._kept(x, positions), block_table, positions)
         q = self._absorbed(*self._queries(q_latent, positions))
@@ -200,19 +207,24 @@ class MLA(nnx.Module):
     def _over_all(self, q: jax.Array, cache: jax.Array, block_table: jax.Array, positions: jax.Array) -> jax.Array:
         """Attention of queries ``[B, S, H, C + R]`` over all that the cache holds: ``[B, S, H, C]``."""
 
-        def attend(cache, block_table, q, seen):
+        def attend(cache, block_table, q, ends):
+            here = ends <= latent_cache.room(cache, block_table)[:, None]
+            exists = here & (ends > 0)
+            # The last queries see all tokens, the one before all but one: those that exist have to be the last.
+            order = jnp.argsort(exists, axis=1, stable=True)
             out, _ = mla_decode(
-                q.astype(cache.dtype),
+                _reordered(q, order).astype(cache.dtype),
                 cache,
                 block_table,
-                seen,
+                jnp.max(jnp.where(exists, ends, 0), axis=1),
                 head_dim_v=self.latent_features,
                 softmax_scale=self.softmax_scale,
                 causal=True,
             )
-            return out.astype(q.dtype)
+            out = _reordered(out.astype(q.dtype), jnp.argsort(order, axis=1))
+            return _nan_where(~here, jnp.where(exists[..., None, None], out, 0))
 
-        operands = (q, _BY_HEAD), (positions[:, -1] + 1, ("batch",))
+        operands = (q, _BY_HEAD), (positions + 1, ("batch", None))
         return latent_cache.on_each_device(attend, cache, block_table, *operands, result=_BY_HEAD, axes=self.axes)
 
     def _over_chosen(
@@ -227,17 +239,18 @@ class MLA(nnx.Module):
         tensor = self.axes.of("tensor")  # over which its heads are split
 
         def attend(cache, block_table, keys, q, index_q, weights, ends):
-            tokens, size = latent_cache.of_sequences(keys, block_table), cache.shape[1]
-            scores = self.indexer.score(index_q, weights, tokens, ends)
+            here = ends <= latent_cache.room(cache, block_table)[:, None]
+            bounds = jnp.zeros_like(ends), jnp.where(here, ends, 0)
+            scores = self.indexer.score(index_q, weights, latent_cache.of_sequences(keys, block_table), *bounds)
             scores = jax.lax.psum(scores, tensor) if tensor else scores
-            chosen = self.indexer.choose(scores, ends).reshape(len(q), -1)
-            rows = jnp.where(chosen < tokens.shape[1], latent_cache.places(block_table, chosen, size), -1)
+            chosen, poisoned = self.indexer.choose(scores, *bounds)
+            rows = latent_cache.places(cache, block_table, chosen.reshape(len(q), -1))
             out = self._attend(
                 q.reshape(-1, *q.shape[2:]).astype(cache.dtype),
                 cache.reshape(-1, 1, cache.shape[-1]),
                 rows.reshape(q.shape[0] * q.shape[1], 1, -1),
             )
-            return out.reshape(*q.shape[:3], -1).astype(q.dtype)
+            return _nan_where(poisoned | ~here, out.reshape(*q.shape[:3], -1).astype(q.dtype))
 
         latents, keys = cache
         index_q, weights = index_queries
@@ -267,7 +280,8 @@ class MLA(nnx.Module):
           cache: from :meth:`empty_cache`.
           rows: ``[B, S, C + R]``, from :meth:`prefill`, which gives two of them with an indexer.
           block_table: int32 ``[B, n]``, the pages of each sequence in order.
-          positions: int32 ``[B, S]``, where in its sequence each token is; -1: its row is not stored.
+          positions: int32 ``[B, S]``, where in its sequence each token is; -1: its row is not stored. Nor is that of a
+            position beyond the table, or in a page that is none of the cache.
         """
         return jax.tree.map(lambda c, r: latent_cache.write(c, block_table, r, positions, self.axes), cache, rows)
 
@@ -312,3 +326,13 @@ class MLA(nnx.Module):
         x = x.transpose(2, 0, 1, 3).reshape(heads, batch * new, -1)
         out = gemm(x, up[...].astype(x.dtype), transpose_rhs=transpose)
         return out.reshape(heads, batch, new, -1).transpose(1, 2, 0, 3)
+
+
+def _reordered(x: jax.Array, order: jax.Array) -> jax.Array:
+    """``x`` ``[B, S, H, n]`` with the tokens of each sequence in ``order`` ``[B, S]``."""
+    return x if x.shape[1] == 1 else jnp.take_along_axis(x, order[..., None, None], axis=1)
+
+
+def _nan_where(lost: jax.Array, x: jax.Array) -> jax.Array:
+    """``x`` ``[B, S, H, n]``, NaN, its derivative too, for the tokens ``lost`` ``[B, S]``."""
+    return x * jnp.where(lost, jnp.nan, 1).astype(x.dtype)[..., None, None]

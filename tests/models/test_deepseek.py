@@ -94,9 +94,12 @@ def test_prefill_and_decode_are_the_whole_model(ids):
         np.testing.assert_allclose(scores[row], want[row, lengths[row] - 1], atol=5e-6)
     new = jnp.stack([jnp.asarray(ids[row, n : n + 2]) for row, n in enumerate(lengths.tolist())])
     existing = jnp.where(lengths > 0, lengths, -1)
-    scores, cache = nnx.jit(DeepSeek.decode)(model, new, existing, cache, table)
-    for row in range(3):
-        np.testing.assert_allclose(scores[row], want[row, lengths[row] : lengths[row] + 2], atol=5e-6)
+    valid = jnp.array([[1, 1], [1, 0], [0, 1], [1, 1]], bool)  # two tokens, one, and one that comes second
+    new = new.at[1, 1].set(7).at[2].set(jnp.array([7, ids[2, 5]]))
+    scores, cache = nnx.jit(DeepSeek.decode)(model, new, existing, cache, table, valid=valid)
+    np.testing.assert_allclose(scores[0], want[0, 8:10], atol=5e-6)
+    np.testing.assert_allclose(scores[1, 0], want[1, 1], atol=5e-6)
+    np.testing.assert_allclose(scores[2, 1], want[2, 5], atol=5e-6)
     for pages in cache:  # the row that does not exist wrote nothing
         assert np.all(np.isnan(pages[table[3]]))
 

@@ -153,6 +153,55 @@ def test_on_a_mesh(kind):
     assert [each.sharding.shard_shape(each.shape)[0] for each in cache] == [4, 4]
 
 
+SEGMENTS = {
+    "packed": [0] * 5 + [1] * 7 + [2],
+    "entangled": [0, 1, 0, 0, 1, 1, 0, 1, 0, 1, 0, 1, 0],
+}
+
+
+@pytest.mark.parametrize("segments", SEGMENTS.values(), ids=SEGMENTS)
+def test_segments_choose_among_themselves(segments):
+    """Each text as if it were alone, by NumPy; 2 choices, so that other texts' keys would take places."""
+    mla, x, segments = make(topk=2), inputs(), np.array([segments, [0] * 12 + [1]])
+    positions = np.zeros_like(segments)
+    want, few = np.zeros(x.shape), 0
+    weights, raw, index_raw = weights_of(mla)
+    for row, ids in enumerate(segments):
+        for segment in set(ids.tolist()):
+            (tokens,) = np.nonzero(ids == segment)
+            positions[row, tokens] = np.arange(len(tokens))
+            alone = np.asarray(x[row, tokens], np.float64)
+            chosen = reference.choices(reference.index_scores(alone, weights, index_raw), 2)
+            few += sum(len(each) < 2 for each in chosen)
+            want[row, tokens] = reference.attention(alone, weights, raw, chosen=chosen)
+    assert few == len(set(segments[0].tolist())) + 2
+    out = nnx.jit(lambda mla, x, positions, ids: mla(x, positions, segment_ids=ids))(mla, x, positions, segments)
+    np.testing.assert_allclose(out, want, atol=1e-5)
+
+
+def test_a_nan_stays_one():
+    """In what sees the token that has it, and nowhere else; through the cache, too, and in derivatives."""
+    mla, x = make(), inputs()
+    bad = x.at[0, 7].set(jnp.nan)
+    want = nnx.jit(MLA.__call__)(mla, x)
+    out = nnx.jit(MLA.__call__)(mla, bad)
+    np.testing.assert_allclose(out[0, :7], want[0, :7], atol=2e-6)
+    np.testing.assert_allclose(out[1], want[1], atol=2e-6)
+    assert np.isnan(out[0, 7:]).all()
+    decoded, _ = nnx.jit(MLA.decode)(mla, bad, mla.empty_cache(12, 4, jnp.float32), TABLE, jnp.zeros(2, jnp.int32))
+    np.testing.assert_array_equal(np.isnan(decoded), np.isnan(out))
+    grad = jax.jit(jax.grad(lambda x: jnp.sum(mla(x))))(bad)
+    assert np.isnan(grad[0]).any() and np.isfinite(grad[1]).all()
+
+
+def test_a_score_of_minus_infinity_is_no_choice():
+    indexer = make().indexer
+    scores = jnp.array([[-jnp.inf, 2.0, -jnp.inf, 1.0, 0.5], [jnp.nan, 1.0, 3.0, 2.0, 0.5]])
+    chosen, poisoned = jax.jit(indexer.choose)(scores, jnp.array([0, 1]), jnp.array([4, 4]))
+    assert [sorted(row) for row in chosen.tolist()] == [[1, 3, NONE, NONE, NONE], [1, 2, 3, NONE, NONE]]
+    assert poisoned.tolist() == [False, False]
+
+
 def test_narrow_types():
     mla, x = make(jnp.bfloat16), inputs(dtype=jnp.bfloat16)
     out = nnx.jit(MLA.__call__)(mla, x)
@@ -161,8 +210,5 @@ def test_narrow_types():
 
 
 def test_what_an_indexer_cannot_do():
-    mla, x = make(), inputs()
-    with pytest.raises(errors.UnsupportedError, match="an indexer does not know segments"):
-        mla(x, segment_ids=jnp.zeros(x.shape[:2], jnp.int32))
     with pytest.raises(errors.HardwareConstraintError, match="pass q_lora_rank, too"):
-        MLA(FEATURES, num_heads=2, indexer=mla.indexer, rngs=nnx.Rngs(0))
+        MLA(FEATURES, num_heads=2, indexer=make().indexer, rngs=nnx.Rngs(0))
