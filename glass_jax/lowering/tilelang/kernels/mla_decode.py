@@ -128,7 +128,7 @@ class MlaDecodeKernel:
             "kv_l1": Room(Space.L1, (COLUMNS, self.d), self.dtype),
             "o_l0c": Room(Space.L0C, (rows, columns)),
             "s_l0c": Room(Space.L0C, (rows, COLUMNS)),
-            "new": Room(Space.UB, (half, columns)),
+            "product": Room(Space.UB, (half, columns)),
             "s": Room(Space.UB, (half, COLUMNS)),
             "p": Room(Space.UB, tiles.packed_shape(half), self.dtype),
         }
@@ -192,7 +192,7 @@ class MlaDecodeKernel:
                 o_l0c = T.alloc_l0c((rows, wide), "float32")
                 s = T.alloc_shared((half, COLUMNS), "float32")
                 p = T.alloc_shared(tiles.packed_shape(half), dtype)
-                new = T.alloc_shared((half, wide), "float32")
+                product = T.alloc_shared((half, wide), "float32")
                 o = T.alloc_shared((half, dv), "float32")
                 result = o if dtype == "float32" else T.alloc_shared((half, dv), dtype)
                 m = T.alloc_shared((LANES,), "float32")
@@ -201,7 +201,7 @@ class MlaDecodeKernel:
                 sums = T.alloc_shared((LANES,), "float32")
                 sinks = T.alloc_shared((LANES,), "float32")
                 T.annotate_layout({p: make_ascend_compact_nz_layout(p)})
-                buffers = {"kv_l1": kv_l1, "s_l0c": s_l0c, "o_l0c": o_l0c, "s": s, "p": p, "new": new}
+                buffers = {"kv_l1": kv_l1, "s_l0c": s_l0c, "o_l0c": o_l0c, "s": s, "p": p, "product": product}
                 T.annotate_buffer_versions(
                     {buffers[name]: number for name, number in versions.items()} | {q_l0: 2, k_l0: 2, v_l0: 2}
                 )
@@ -234,8 +234,8 @@ class MlaDecodeKernel:
                     for i in T.serial(dv // wide):
                         T.copy(kv_l1[:, i * wide : (i + 1) * wide], v_l0)
                         T.gemm(p_l0, v_l0, o_l0c, clear_accum=True)
-                        T.dual_copy(o_l0c, new)
-                        accumulate(o, new, alpha, i * wide)
+                        T.dual_copy(o_l0c, product)
+                        accumulate(o, product, alpha, i * wide)
                 finish(o, m, total, sums, sinks, result)
                 T.dual_copy(result, out[b, row : row + rows, 0:dv])
                 T.copy(m[0:half], largest[b, mine : mine + half])
@@ -273,9 +273,9 @@ def _softmax(half: int, dtype: str, scale: float, end: Any) -> Any:
                 S.vsts(s[row, LANES], y, full)
                 S.vsts(sums[row], S.vcmax(S.vmax(x, y, full), full), full, "ONEPT_B32")
             S.mem_bar("VST_VLD")
-            new = S.vmax(old, S.vld(sums[0]), full)
-            worth = S.vexpdif(old, new, full)
-            S.vsts(m[0], new, full)
+            current = S.vmax(old, S.vld(sums[0]), full)
+            worth = S.vexpdif(old, current, full)
+            S.vsts(m[0], current, full)
             S.vsts(alpha[0], worth, full)
             S.mem_bar("VST_VLD")
             at = place(p, 0)
@@ -313,14 +313,14 @@ def _output(half: int, dtype: str, dv: int, wide: int) -> tuple[Any, Any, Any]:
                     S.vsts(o[row, column], zero, lanes)
 
     @T.macro
-    def accumulate(o, new, alpha, column):
+    def accumulate(o, product, alpha, column):
         """The output so far, less for what the maxima have grown, and that of the step."""
         with T.SimdVF():
             full = S.pset(32)
             lanes = S.update_mask(wide, 32)
             for row in range(half):
                 kept = S.vmul(S.vld(o[row, column]), S.vld(alpha[row], "BRC_B32"), full)
-                S.vsts(o[row, column], S.vadd(kept, S.vld(new[row, 0]), full), lanes)
+                S.vsts(o[row, column], S.vadd(kept, S.vld(product[row, 0]), full), lanes)
 
     @T.macro
     def finish(o, m, total, lse, sinks, result):

@@ -29,17 +29,17 @@ def load(dtype: str) -> Any:
 
 
 def store(dtype: str) -> Any:
-    """The macro ``store(buffer, row, column, register, mask)``: 64 float32 elements, rounded to ``dtype``."""
+    """The macro ``store(buffer, row, column, value, mask)``: 64 float32 elements, rounded to ``dtype``."""
     import tilelang.ascend.language as T
     from tilelang.ascend.language import simd as S
 
     @T.macro
-    def as_it_is(buffer, row, column, register, mask):
-        S.vsts(buffer[row, column], register, mask)
+    def as_it_is(buffer, row, column, value, mask):
+        S.vsts(buffer[row, column], value, mask)
 
     @T.macro
-    def narrowed(buffer, row, column, register, mask):
-        S.vsts(buffer[row, column], S.vcvt(register, dtype, mask, sat=False), mask, "PK_B32")
+    def narrowed(buffer, row, column, value, mask):
+        S.vsts(buffer[row, column], S.vcvt(value, dtype, mask, sat=False), mask, "PK_B32")
 
     return as_it_is if dtype == "float32" else narrowed
 
