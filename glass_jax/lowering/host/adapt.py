@@ -54,7 +54,7 @@ def translation_unit(source: str, file: str = "kernel.asc") -> str:
         )
     kind, name, parameters = entry.groups()
     regions = "|".join(map(re.escape, _REGION.findall(source)))
-    called_region = re.compile(rf"^(\s+)({regions})\(") if regions else None
+    called_region = re.compile(rf"(?<![\w:&])({regions})\(\s*") if regions else None
     lines: list[str] = []
     pointers: list[str] = []
     for number, line in enumerate(source.splitlines(), start=1):
@@ -105,10 +105,8 @@ def missing_call(messages: str, file: str = "kernel.asc") -> tuple[str, int] | N
 
 def _statement(line: str, number: int, pointers: list[str], called_region: re.Pattern[str] | None) -> str:
     """A line of a function's body with its calls and accesses adapted."""
-    deferred = called_region and called_region.match(line)
-    if deferred:
-        indent, region = deferred.groups()
-        line = f'{indent}glass::Deferred<{region}>::record("{region}", {line[deferred.end() :]}'.replace(", );", ");")
+    if called_region is not None:
+        line = called_region.sub(r'glass::Deferred<\1>::record("\1", ', line).replace(", )", ")")
     line = _TEMPLATE_REGION.sub(r'glass::Deferred<\1>::record("ascend_nd2nz_scatter", ', line)
     line = _UB_BASE.sub(r"(\1*)glass::ub_base();", line)
     line = _UB_ELEMENT.sub(r"glass::elements(\1\2)[", line)

@@ -39,8 +39,8 @@ std::string Finding::json() const {
   text("memory", memory);
   text("core", core);
   number("block", block, block >= 0);
-  number("begin", begin, begin >= 0);
-  number("end", end, begin >= 0);
+  number("begin", begin, begin != end);
+  number("end", end, begin != end);
   number("line", line, line > 0);
   number("other_line", other_line, other_line > 0);
   number("count", static_cast<int64_t>(count), true);

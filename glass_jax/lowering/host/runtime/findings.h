@@ -15,7 +15,7 @@ struct Finding {
   std::string what;  // a sentence with the numbers
   std::string pipe, other_pipe, memory, core;
   int block = -1;
-  int64_t begin = -1, end = -1;  // bytes of the memory, or of the array in global memory
+  int64_t begin = 0, end = 0;  // bytes of the memory, or of the array in global memory
   uint32_t line = 0, other_line = 0;
   uint64_t count = 1;
 

@@ -57,6 +57,12 @@ struct Signal {
   uint32_t line;
 };
 
+struct Flag {
+  std::deque<Signal> set;  // more than one only by a fault
+  uint32_t waits = 0;      // which op of the waiting pipe the last wait was
+  uint32_t wait_line = 0;
+};
+
 struct Queue {
   std::deque<Op> ops;
   Clock clock{};  // of each track, what is known to have happened before the next op; of its own: what has finished
@@ -68,7 +74,7 @@ struct Core {
   int index = 0;  // 0: cube; 1, 2: vector
   struct Block* block = nullptr;
   Queue pipe[kPipes];
-  std::deque<Signal> flag[kPipes][kPipes][kIds];
+  Flag flag[kPipes][kPipes][kIds];
   std::deque<Signal> counter[kReaches][kIds];
   std::deque<Signal> arrived[kReaches][kIds];  // this core's signals to a group that is not complete yet
   uint32_t locks_asked[kIds] = {}, unlocked[kIds] = {};

@@ -16,7 +16,7 @@ thread_local Position here;
 namespace {
 
 constexpr uint64_t kMostPending = 1 << 16;  // a program that is so far ahead of its pipes waits for them
-constexpr uint64_t kMostOps = 1 << 24;      // a block with more than so many is taken to be one that never ends
+constexpr uint64_t kMostOps = 1 << 22;      // a block with more than so many is taken to be one that never ends
 
 // A generator of its own: the same numbers on every machine.
 class Random {
@@ -37,7 +37,7 @@ bool ready(const Core& core, Pipe pipe) {
   if (core.pipe[pipe].ops.empty()) return false;
   const Op& op = core.pipe[pipe].ops.front();
   switch (op.kind) {
-    case Op::kWait: return !core.flag[op.other][pipe][op.id].empty();
+    case Op::kWait: return !core.flag[op.other][pipe][op.id].set.empty();
     case Op::kAwait: return !core.counter[op.other][op.id].empty();
     case Op::kLock: return core.unlocked[op.id] >= op.count;
     default: return true;
@@ -56,6 +56,20 @@ void flag_finding(const std::string& what, uint32_t other_line) {
   finding.what = what;
   finding.other_line = other_line;
   report(std::move(finding));
+}
+
+// Sets a flag. It must have been waited for since it was last set, and not by chance: the wait must be ordered before.
+void set_flag(Core& core, Pipe pipe, const Op& op) {
+  const Pipe other = static_cast<Pipe>(op.other);
+  Flag& flag = core.flag[pipe][other][op.id];
+  const std::string what = "flag " + std::to_string(op.id) + " from " + name_of(pipe) + " to " + name_of(other);
+  if (!flag.set.empty()) {
+    flag_finding(what + " is set again before it was waited for", flag.set.front().line);
+  } else if (flag.waits != 0 && core.pipe[pipe].clock[core.index * kPipes + other] < flag.waits && pipe != other) {
+    flag_finding(what + " may be set again before it was waited for: nothing orders the wait before this",
+                 flag.wait_line);
+  }
+  flag.set.push_back({finished(core, pipe), op.line});
 }
 
 void raise(std::deque<Signal>& counter, Signal signal, const std::string& what) {
@@ -118,19 +132,13 @@ void execute(const Op& op) {
       op.work();
       ++queue.issued;
       break;
-    case Op::kSet: {
-      std::deque<Signal>& flag = core.flag[pipe][op.other][op.id];
-      if (!flag.empty())
-        flag_finding("flag " + std::to_string(op.id) + " from " + name_of(pipe) + " to " + name_of(Pipe(op.other)) +
-                         " is set again before it was waited for",
-                     flag.front().line);
-      flag.push_back({finished(core, pipe), op.line});
-      break;
-    }
+    case Op::kSet: set_flag(core, pipe, op); break;
     case Op::kWait: {
-      std::deque<Signal>& flag = core.flag[op.other][pipe][op.id];
-      join(queue.clock, flag.front().clock);
-      flag.pop_front();
+      Flag& flag = core.flag[op.other][pipe][op.id];
+      join(queue.clock, flag.set.front().clock);
+      flag.set.pop_front();
+      flag.waits = ++queue.issued;  // a wait counts as an op, so that a later signal tells that it is over
+      flag.wait_line = op.line;
       break;
     }
     case Op::kLock: join(queue.clock, core.unlock_clock[op.id]); break;
@@ -221,8 +229,8 @@ void check_left_signals(Block& block) {
     for (int from = 0; from < kPipes; ++from)
       for (int to = 0; to < kPipes; ++to)
         for (int id = 0; id < kIds; ++id)
-          if (!core.flag[from][to][id].empty()) {
-            glass_line = core.flag[from][to][id].front().line;
+          if (!core.flag[from][to][id].set.empty()) {
+            glass_line = core.flag[from][to][id].set.front().line;
             here.pipe = static_cast<Pipe>(from);
             flag_finding("flag " + std::to_string(id) + " from " + name_of(Pipe(from)) + " to " + name_of(Pipe(to)) +
                              " is still set at the end: the next kernel finds it so",

@@ -85,8 +85,10 @@ void asc_sync_wait(pipe_t from, pipe_t to, event_t id) {
   if (to != PIPE_S) {
     signal(Op::kWait, to, from, id, "asc_sync_wait", 8);
   } else if (valid("asc_sync_wait", id, 8)) {
-    program_waits(here.core->flag[from][kScalar][id],
-                  "flag " + std::to_string(id) + " from " + name_of(static_cast<Pipe>(from)));
+    Flag& flag = here.core->flag[from][kScalar][id];
+    program_waits(flag.set, "flag " + std::to_string(id) + " from " + name_of(static_cast<Pipe>(from)));
+    flag.waits = ++here.core->pipe[kScalar].issued;
+    flag.wait_line = glass_line;
   }
 }
 
