@@ -15,7 +15,8 @@ import jax
 
 from glass_jax import errors
 
-IMPLEMENTATIONS = ("xla", "npu_model", "ascend")
+IMPLEMENTATIONS = ("xla", "npu_model", "host", "ascend")
+KERNEL_IMPLEMENTATIONS = IMPLEMENTATIONS[1:]  # that run an operation's kernel, not its formula
 ALIGNMENTS = ("pad", "strict")
 
 
@@ -24,7 +25,8 @@ class Config:
     """Values of every option.
 
     Attributes:
-      implementation: ``"xla"``, ``"npu_model"``, ``"ascend"``, or None: by the platform a function is lowered for.
+      implementation: ``"xla"``, ``"npu_model"``, ``"host"``, ``"ascend"``, or None: by the platform that a function is
+        lowered for.
       chip: the NPU that kernels are generated for and modelled on, see ``glass_jax.hw.chips``.
       alignment: ``"pad"`` pads shapes that the hardware cannot take and slices the result; ``"strict"`` raises instead.
       debug: print each kernel's tile sizes, memory map, padding and cache use as it is prepared.
@@ -95,7 +97,7 @@ class configure:  # noqa: N801 - a function to its users
     values of the environment.
 
     Args:
-      implementation: ``"xla"``, ``"npu_model"``, ``"ascend"`` or None (by platform).
+      implementation: ``"xla"``, ``"npu_model"``, ``"host"``, ``"ascend"`` or None (by platform).
       chip: a chip's name, for example ``"950DT"``.
       alignment: ``"pad"`` or ``"strict"``.
       debug: print every kernel's tiling, memory map, padding and cache use.

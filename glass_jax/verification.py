@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from glass_jax import config
@@ -11,8 +11,8 @@ from glass_jax.hw.rules.base import Violation
 from glass_jax.lowering import collect
 
 
-def verify(fn_or_kernel: Any, *args: Any, chip: str | None = None) -> list[Violation]:
-    """What ``chip`` would reject or silently get wrong in the kernels of ``fn_or_kernel``. Runs nothing.
+def verify(fn_or_kernel: Any, *args: Any, chip: str | None = None, run: bool = False) -> list[Violation]:
+    """What ``chip`` would reject or silently get wrong in the kernels of ``fn_or_kernel``. Runs nothing by itself.
 
     ::
 
@@ -24,6 +24,10 @@ def verify(fn_or_kernel: Any, *args: Any, chip: str | None = None) -> list[Viola
       *args: a function's arguments, as arrays or ``jax.ShapeDtypeStruct``; those of a ``@tilelang.jit`` function.
       chip: the chip, for example ``"950DT"`` or ``"910B3"``; default: ``glass.configure``'s. No code is generated for
         the 910 family: for such a chip a kernel is judged as written for the 950DT.
+      run: also executes the generated code on this machine, on ``args`` (a function's
+        ``jax.ShapeDtypeStruct`` and a kernel's operands are made up: normally distributed numbers, integers 0), under
+        several orders of its pipes. Reports races, deadlocks, accesses out of bounds, reads of what nobody wrote,
+        results that depend on the order, and results that are not the NPU model's.
 
     Returns:
       The violations, each with its rule, kernel, place, numbers and what to do; empty if the kernels are sound, or if
@@ -31,11 +35,23 @@ def verify(fn_or_kernel: Any, *args: Any, chip: str | None = None) -> list[Viola
 
     Raises:
       HardwareConstraintError: (a ValueError) there is no such chip.
-      MissingDependencyError: a kernel has to be compiled and TileLang is not installed.
+      MissingDependencyError: a kernel has to be compiled and TileLang is not installed; with ``run``, there is no C++
+        compiler.
       GlassError: the compiler refused a kernel for a reason that no rule explains.
     """
     target = chips.get(config.current().chip if chip is None else chip)
-    return violations(collect.find(fn_or_kernel, *args, chip=collect.stand_in(target)), target)
+    kernels = collect.find(fn_or_kernel, *args, chip=collect.stand_in(target))
+    found = violations(kernels, target)
+    return [*found, *executed(fn_or_kernel, args, kernels, collect.stand_in(target))] if run else found
+
+
+def executed(fn_or_kernel: Any, args: Sequence[Any], kernels: Iterable[collect.Found], chip: str) -> list[Violation]:
+    """The violations that show when the generated code of ``kernels`` is executed; arguments as in :func:`verify`."""
+    from glass_jax.lowering.host import check
+
+    if collect.is_tilelang(fn_or_kernel):
+        return [violation for kernel in kernels for violation in check.of_kernel(kernel.compiled())]
+    return check.of_function(fn_or_kernel, args, chip)
 
 
 def violations(kernels: Iterable[collect.Found], chip: chips.Chip) -> list[Violation]:

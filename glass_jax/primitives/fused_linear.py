@@ -70,7 +70,8 @@ def ln_gelu_linear(
       b: ``[N]``, a float, or None.
       eps: added to the variance.
       approximate: gelu in its tanh form (Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016), else with erf.
-      implementation: ``"xla"``, ``"npu_model"`` or ``"ascend"``; default: ``glass.configure``'s, else by platform.
+      implementation: ``"xla"``, ``"npu_model"``, ``"host"`` or ``"ascend"``; default: ``glass.configure``'s,
+        else by platform.
 
     Returns:
       ``[..., N]``, of the promoted type of ``x`` and ``w``.
@@ -127,7 +128,8 @@ def linear_ln_gelu(
       beta: ``[N]``, a float: its shift.
       eps: added to the variance.
       approximate: gelu in its tanh form (Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016), else with erf.
-      implementation: ``"xla"``, ``"npu_model"`` or ``"ascend"``; default: ``glass.configure``'s, else by platform.
+      implementation: ``"xla"``, ``"npu_model"``, ``"host"`` or ``"ascend"``; default: ``glass.configure``'s,
+        else by platform.
 
     Returns:
       ``[..., N]``, of the promoted type of ``x`` and ``w``.

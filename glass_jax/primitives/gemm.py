@@ -69,7 +69,8 @@ def gemm(
       activation: ``"relu"``, ``"gelu"`` (the tanh form, like ``jax.nn.gelu``), ``"silu"`` or None; int8: relu or None.
       transpose_rhs: ``rhs`` holds ``[N, K]``.
       preferred_element_type: type of the result. Default: the operands' type; float32 for fp8, int32 for int8.
-      implementation: ``"xla"``, ``"npu_model"`` or ``"ascend"``; default: ``glass.configure``'s, else by platform.
+      implementation: ``"xla"``, ``"npu_model"``, ``"host"`` or ``"ascend"``; default: ``glass.configure``'s,
+        else by platform.
 
     Returns:
       ``[*batch, M, N]``.

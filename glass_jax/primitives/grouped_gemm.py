@@ -66,7 +66,8 @@ def grouped_gemm(
       group_sizes: integers ``[G]``, the number of rows of each group. If they sum up to less than M, the rows left over
         are zero in the result; what they have more than M does not exist.
       preferred_element_type: type of the result. Default: the operands' type; float32 for fp8, int32 for int8.
-      implementation: ``"xla"``, ``"npu_model"`` or ``"ascend"``; default: ``glass.configure``'s, else by platform.
+      implementation: ``"xla"``, ``"npu_model"``, ``"host"`` or ``"ascend"``; default: ``glass.configure``'s,
+        else by platform.
 
     Returns:
       ``[M, N]``.

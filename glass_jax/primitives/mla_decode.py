@@ -65,7 +65,8 @@ def mla_decode(
         its expanded heads, for example ``192 ** -0.5``.
       causal: query i sees the tokens before ``cache_seqlens - (Sq - 1 - i)``: the queries are the last ``Sq`` tokens.
       attn_sink: ``[H]``, floats: ``out *= exp(lse) / (exp(lse) + exp(attn_sink))``; ``lse`` is without it.
-      implementation: ``"xla"``, ``"npu_model"`` or ``"ascend"``; default: ``glass.configure``'s, else by platform.
+      implementation: ``"xla"``, ``"npu_model"``, ``"host"`` or ``"ascend"``; default: ``glass.configure``'s,
+        else by platform.
 
     Returns:
       ``out``: ``[B, Sq, H, head_dim_v]`` of ``q``'s type, and ``lse``: ``[B, H, Sq]`` float32 (float64 of float64), the

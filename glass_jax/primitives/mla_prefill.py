@@ -63,7 +63,8 @@ def mla_prefill(
       softmax_scale: a positive number. Default: ``D ** -0.5``.
       segment_ids: ``[B, S]``, integers, where Sq = Skv = S: of sequences packed into one, positions see those of the
         same id only.
-      implementation: ``"xla"``, ``"npu_model"`` or ``"ascend"``; default: ``glass.configure``'s, else by platform.
+      implementation: ``"xla"``, ``"npu_model"``, ``"host"`` or ``"ascend"``; default: ``glass.configure``'s,
+        else by platform.
 
     Returns:
       ``out`` ``[B, Sq, H, Dv]``, in the operands' type, and ``lse`` ``[B, H, Sq]``, float32 (float64 for float64): the

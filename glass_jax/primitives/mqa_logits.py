@@ -67,7 +67,8 @@ def mqa_logits(
       starts: ``[*batch, Sq]``, integers: the first key that a query sees.
       ends: ``[*batch, Sq]``, integers: the first one after those; at or before ``starts`` for none. Numbers outside of
         0 to Skv count as the nearer of the two.
-      implementation: ``"xla"``, ``"npu_model"`` or ``"ascend"``; default: ``glass.configure``'s, else by platform.
+      implementation: ``"xla"``, ``"npu_model"``, ``"host"`` or ``"ascend"``; default: ``glass.configure``'s,
+        else by platform.
 
     Returns:
       ``[*batch, Sq, Skv]``, float32 (float64 for float64).

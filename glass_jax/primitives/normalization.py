@@ -51,7 +51,8 @@ def rms_norm(
       x: ``[..., D]``; float32, float16 or bfloat16 (float64 on ``"xla"``, where it is also computed in float64).
       gamma: ``[D]``, a float: the scale.
       eps: added to the mean of squares.
-      implementation: ``"xla"``, ``"npu_model"`` or ``"ascend"``; default: ``glass.configure``'s, else by platform.
+      implementation: ``"xla"``, ``"npu_model"``, ``"host"`` or ``"ascend"``; default: ``glass.configure``'s,
+        else by platform.
 
     Returns:
       ``[..., D]`` of the type of ``x``.
@@ -91,7 +92,8 @@ def layer_norm(
       gamma: ``[D]``, a float: the scale.
       beta: ``[D]``, a float: the shift.
       eps: added to the variance.
-      implementation: ``"xla"``, ``"npu_model"`` or ``"ascend"``; default: ``glass.configure``'s, else by platform.
+      implementation: ``"xla"``, ``"npu_model"``, ``"host"`` or ``"ascend"``; default: ``glass.configure``'s,
+        else by platform.
 
     Returns:
       ``[..., D]`` of the type of ``x``.

@@ -115,7 +115,7 @@ class Operation:
         """Applies the operation to operands that vary over the same manual mesh axes, made so where they do not."""
         # Where types tell, no lowering needs the devices, and there may be none: the mesh may be an AbstractMesh.
         may_ask = not partition.types_tell(jax.sharding.get_abstract_mesh())
-        asks = may_ask and not (self._formula_by_xla and params.implementation != "npu_model")
+        asks = may_ask and not (self._formula_by_xla and params.implementation not in ("npu_model", "host"))
         devices = _asks_for_devices() if asks else None
         out = self.primitive.bind(*axes.vary_alike(*operands), params=params, devices=devices)
         return tuple(out) if self.primitive.multiple_results else out
@@ -123,7 +123,7 @@ class Operation:
     def _abstract(self, *avals, params: Any):
         """The abstract results: over Explicit axes sharded by the operation's dimensions, varying as operands do."""
         types = jax.tree.leaves(self._abstract_eval(*avals, params=params))
-        if params.implementation in ("npu_model", "ascend"):
+        if params.implementation in config.KERNEL_IMPLEMENTATIONS:
             _check_float64(self.name, params.implementation, *avals, *types)
         _, specs = self._dimensions(*avals, params=params).specs(*(aval.sharding.spec for aval in avals))
         mesh = next((aval.sharding.mesh for aval in avals if not aval.sharding.mesh.empty), avals[0].sharding.mesh)

@@ -56,7 +56,8 @@ def paged_attention(
       page_table: ``[B, n]``, integers: the pages of each context in order.
       context_lens: ``[B]``, integers: tokens of each context, at most ``n * page``. Of none the result is 0.
       softmax_scale: what scores are multiplied by. Default ``D ** -0.5``.
-      implementation: ``"xla"``, ``"npu_model"`` or ``"ascend"``; default: ``glass.configure``'s, else by platform.
+      implementation: ``"xla"``, ``"npu_model"``, ``"host"`` or ``"ascend"``; default: ``glass.configure``'s,
+        else by platform.
 
     Returns:
       ``[B, H, D]`` of ``q``'s type.

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from glass_jax import errors
+from glass_jax import config, errors
 from glass_jax.lowering import partition
 from glass_jax.lowering.tiled import scaled_gemm as tiled
 from glass_jax.lowering.xla import scaled_gemm as formula
@@ -70,7 +70,8 @@ def scaled_gemm(
       rhs_scale: ``[*batch, ceil(N / rows), ceil(K / depth)]``, in the order of ``rhs``; batch dimensions are its own.
       transpose_rhs: ``rhs`` holds ``[N, K]``.
       preferred_element_type: type of the result, bfloat16, float16 or float32.
-      implementation: ``"xla"``, ``"npu_model"`` or ``"ascend"``; default: ``glass.configure``'s, else by platform.
+      implementation: ``"xla"``, ``"npu_model"``, ``"host"`` or ``"ascend"``; default: ``glass.configure``'s,
+        else by platform.
 
     Returns:
       ``[*batch, M, N]``.
@@ -92,7 +93,7 @@ def scaled_gemm(
         _granule("lhs", lhs, lhs_scale, rows[0], transposed=False),
         _granule("rhs", rhs, rhs_scale, rows[1], transposed=not transpose_rhs),
     ]
-    if params.implementation in ("npu_model", "ascend"):
+    if params.implementation in config.KERNEL_IMPLEMENTATIONS:
         _check_powers_of_two(lhs_scale=lhs_scale, rhs_scale=rhs_scale)
     if not transpose_rhs:
         rhs_scale = jnp.swapaxes(rhs_scale, -1, -2)

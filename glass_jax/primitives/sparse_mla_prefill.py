@@ -76,7 +76,8 @@ def sparse_mla_prefill(
       attn_sink: ``[H]``, floats: ``out *= exp(lse) / (exp(lse) + exp(attn_sink))``; ``max_logits`` and ``lse`` are
         without it.
       topk_length: ``[Sq]``, integers: how many of a query's indices count, from the first. Default: all.
-      implementation: ``"xla"``, ``"npu_model"`` or ``"ascend"``; default: ``glass.configure``'s, else by platform.
+      implementation: ``"xla"``, ``"npu_model"``, ``"host"`` or ``"ascend"``; default: ``glass.configure``'s,
+        else by platform.
 
     Returns:
       ``out``: ``[Sq, H, head_dim_v]`` of ``q``'s type; ``max_logits``: ``[Sq, H]`` float32 (float64 of float64), the

@@ -23,7 +23,8 @@ def swiglu(gate: jax.typing.ArrayLike, up: jax.typing.ArrayLike, *, implementati
     Args:
       gate: ``[..., F]``; float32, float16 or bfloat16 (float64 on ``"xla"``, where it is also computed in float64).
       up: the same shape and type.
-      implementation: ``"xla"``, ``"npu_model"`` or ``"ascend"``; default: ``glass.configure``'s, else by platform.
+      implementation: ``"xla"``, ``"npu_model"``, ``"host"`` or ``"ascend"``; default: ``glass.configure``'s,
+        else by platform.
 
     Returns:
       ``[..., F]`` of the type of the operands.

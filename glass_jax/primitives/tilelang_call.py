@@ -14,7 +14,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from glass_jax import config, errors
-from glass_jax.lowering import artifact, npu_model, partition
+from glass_jax.lowering import artifact, partition
 from glass_jax.lowering.tiled import common
 from glass_jax.primitives import axes
 
@@ -177,21 +177,16 @@ def _lowering(default: str) -> mlir.LoweringRule:
         implementation = params.implementation or default
         if implementation == "xla":
             raise errors.UnsupportedError(
-                f'kernel {params.kernel.name} has no formula for implementation="xla"; use "npu_model" or "ascend"'
+                f'kernel {params.kernel.name} has no formula for implementation="xla"; use "npu_model" or "host"'
             )
         partition.check_ascend(f"kernel {params.kernel.name}", implementation, default, partition.split_of(ctx))
-        if implementation == "npu_model":
-            run = functools.partial(npu_model.call, params.kernel, chip=params.chip, inputs=params.inputs)
-            return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
-        if params.updates:
+        options = {} if implementation == "ascend" else {"inputs": params.inputs}
+        if params.updates and implementation == "ascend":
             raise errors.UnsupportedError(
                 f"kernel {params.kernel.name} updates operands (update_idx), which the custom call does not pass yet; "
                 "implementation='npu_model' runs it"
             )
-
-        def run(*operands):
-            return common.run(params.kernel, *operands, implementation=implementation, chip=params.chip)
-
+        run = functools.partial(common.run, params.kernel, implementation=implementation, chip=params.chip, **options)
         return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
 
     return rule

@@ -74,7 +74,8 @@ def topk(
       sorted_index: lowest index first.
       value_fill: value where a row has less than ``k`` elements that count, always after those it has.
       index_fill: int32, index there.
-      implementation: ``"xla"``, ``"npu_model"`` or ``"ascend"``; default: ``glass.configure``'s, else by platform.
+      implementation: ``"xla"``, ``"npu_model"``, ``"host"`` or ``"ascend"``; default: ``glass.configure``'s,
+        else by platform.
 
     Returns:
       values: ``[..., k]`` of the type of ``x``, bit for bit elements of ``x``.

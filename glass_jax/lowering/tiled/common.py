@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +12,21 @@ import jax.numpy as jnp
 from glass_jax import config, errors
 from glass_jax.lowering import artifact, ascend, npu_model
 
-_RUNNERS = {"npu_model": npu_model.call, "ascend": ascend.call}
+
+def _host(kernel: artifact.Kernel, *operands: jax.Array, **options: Any) -> tuple[jax.Array, ...]:
+    from glass_jax.lowering.host import call  # with the first kernel that runs so
+
+    return call.call(kernel, *operands, **options)
 
 
-def run(kernel: artifact.Kernel, *operands: jax.Array, implementation: str, chip: str) -> tuple[jax.Array, ...]:
-    """The results of ``kernel`` by ``implementation``, ``"npu_model"`` or ``"ascend"``."""
-    return _RUNNERS[implementation](kernel, *operands, chip=chip)
+_RUNNERS = {"npu_model": npu_model.call, "host": _host, "ascend": ascend.call}
+
+
+def run(
+    kernel: artifact.Kernel, *operands: jax.Array, implementation: str, chip: str, **options: Any
+) -> tuple[jax.Array, ...]:
+    """The results of ``kernel`` by ``implementation``, one of ``config.KERNEL_IMPLEMENTATIONS``."""
+    return _RUNNERS[implementation](kernel, *operands, chip=chip, **options)
 
 
 def next_multiple(size: int, multiple: int) -> int:
