@@ -50,7 +50,7 @@ def of_kernel(made: artifact.Artifact) -> list[Violation]:
 
 
 def of_launch(launched: call.Launch) -> list[Violation]:
-    """The violations of one launch: findings of the runtime, results that the order decides or that are not the model's."""
+    """The violations of one launch: findings of the runtime, and results that the order or the model contradicts."""
     made = launched.made
     violations: dict[tuple, Violation] = {}
     first: list[np.ndarray] = []
