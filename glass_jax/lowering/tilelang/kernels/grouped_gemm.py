@@ -195,7 +195,9 @@ class GroupedGemmKernel(_Kernel):
                         else:
                             T.copy(rhs[group, k : k + bk, n : n + bn], b, transpose=True)
                         T.gemm(a, b, c, transpose_B=True, clear_accum=step == 0)
-                    T.copy(c[0:rows, :], out[out_row : out_row + rows, n : n + bn])
+                    # The source is the whole tile: of a part TileLang takes the rows for the distance between blocks of
+                    # columns. It does not cut such a copy at the array's edge.
+                    T.copy(c, out[out_row : out_row + rows, n : n + T.min(bn, self.n - n)])
 
         return grouped_gemm
 

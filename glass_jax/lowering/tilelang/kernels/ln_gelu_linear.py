@@ -64,21 +64,21 @@ class LnGeluLinearKernel(FusedLinearKernel):
 
         plan, k, dtype = self.plan(chip), self.k, self.dtype
         bm, bn, bk, rows = plan.block_m, plan.block_n, plan.block_k, plan.rows
-        tiles = math.ceil(math.ceil(self.n / bn) / plan.splits)
+        tiles, steps = math.ceil(math.ceil(self.n / bn) / plan.splits), k // bk
         items = math.ceil(self.m / bm) * plan.splits
-        moments, activate = _normalization(self, rows)
+        moments, activate = _normalization(self, rows, bk)
         add_bias = _bias(dtype, bm // 2, bn)
 
         @T.macro
         def body(x, gamma, beta, w, b, out):
             with T.MixedKernel(plan.cores) as (core, _):
-                act = T.alloc_l1((bm, k), dtype)
+                act = T.alloc_l1((steps, bm, bk), dtype)
                 weights = T.alloc_l1((bn, bk), dtype)
                 c = T.alloc_l0c((bm, bn), "float32")
                 scale = T.alloc_shared((1, k), "float32")
                 shift = T.alloc_shared((1, k), "float32")
                 inputs = T.alloc_shared((rows, k), dtype)
-                packed = T.alloc_shared((rows + 1, k), dtype)  # a row more: see _normalization
+                packed = T.alloc_shared((steps, rows + 1, bk), dtype)  # a row more: see _normalization
                 mean = T.alloc_shared((LANES,), "float32")
                 inverse = T.alloc_shared((LANES,), "float32")
                 T.annotate_layout({packed: make_ascend_compact_nz_layout(packed)})
@@ -101,16 +101,15 @@ class LnGeluLinearKernel(FusedLinearKernel):
                             T.dual_copy(x[m + first : m + first + 2 * rows, 0:k], inputs)
                             moments(inputs, mean, inverse)
                             activate(inputs, mean, inverse, scale, shift, packed)
-                            T.dual_copy(packed[0:rows, 0:k], act[first : first + 2 * rows, 0:k])
+                            for step in range(steps):
+                                T.dual_copy(packed[step, 0:rows, 0:bk], act[step, first : first + 2 * rows, 0:bk])
                     with T.Stage(1 if plan.activations == 2 else 0):
                         for tile in T.Pipelined(tiles, num_stages=2, annotations={"multi_buffer_eligible": [c]}):
                             n = (item % plan.splits * tiles + tile) * bn
-                            for step in T.Pipelined(k // bk, num_stages=plan.stages):
+                            for step in T.Pipelined(steps, num_stages=plan.stages):
                                 depth = step * bk
                                 T.copy(w[depth : depth + bk, n : n + bn], weights, transpose=True)
-                                T.gemm(
-                                    act[0:bm, depth : depth + bk], weights, c, transpose_B=True, clear_accum=step == 0
-                                )
+                                T.gemm(act[step, 0:bm, 0:bk], weights, c, transpose_B=True, clear_accum=step == 0)
                             if b is not None:
                                 T.dual_copy(c, sums)
                                 T.copy(b[0:1, n : n + bn], row)
@@ -137,8 +136,11 @@ class LnGeluLinearKernel(FusedLinearKernel):
         return ln_gelu_linear
 
 
-def _normalization(kernel: LnGeluLinearKernel, rows: int) -> tuple[Any, Any]:
-    """The macros ``moments`` and ``activate`` on ``rows`` rows: mean and 1 / deviation; activations, packed."""
+def _normalization(kernel: LnGeluLinearKernel, rows: int, depth: int) -> tuple[Any, Any]:
+    """The macros ``moments`` and ``activate`` on ``rows`` rows: mean and 1 / deviation; activations, packed.
+
+    Those of ``depth`` columns are a matrix of their own, one behind the other.
+    """
     import tilelang.ascend.language as T
     from tilelang.ascend.language import simd as S
 
@@ -190,13 +192,13 @@ def _normalization(kernel: LnGeluLinearKernel, rows: int) -> tuple[Any, Any]:
                 for column in range(0, k, lanes):
                     left = activations(x, row, column, center, factor, scale, shift, full)
                     if dtype == "float32":
-                        S.vsstb(left, packed[row, column], T.int32(apart), full)
+                        S.vsstb(left, packed[column // depth, row, column % depth], T.int32(apart), full)
                     else:
                         right = activations(x, row, column + LANES, center, factor, scale, shift, full)
                         narrow, _ = S.vdintlv(
                             S.vcvt(left, dtype, full, sat=False), S.vcvt(right, dtype, full, sat=False)
                         )
-                        S.vsstb(narrow, packed[row, column], T.int32(apart), full16)
+                        S.vsstb(narrow, packed[column // depth, row, column % depth], T.int32(apart), full16)
 
     return moments, activate
 
