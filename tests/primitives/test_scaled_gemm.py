@@ -95,6 +95,26 @@ def test_any_shape(m, n, k, granules, transpose_rhs, implementation):
     check(given, GRANULES[granules], implementation=implementation, transpose_rhs=transpose_rhs)
 
 
+@pytest.mark.parametrize("dtype", ["float8_e8m0fnu", "float32"])
+@pytest.mark.parametrize("implementation", RUNS_HERE)
+def test_the_largest_and_the_smallest_scales(implementation, dtype):
+    """All that e8m0 has, 2**-127 to 2**127; those of rows and columns together leave float32's range or not."""
+    _, (lhs, _, rhs, _) = quantized(16, 48, 96, GRANULES["mx"])
+    lhs_exponents = np.linspace(-127, 127, 16).round()[:, None] + [0, 1, 2]
+    rhs_exponents = np.linspace(127, -127, 48).round()[:, None] - [1, 0, 2]
+    scales = [np.exp2(np.clip(x, -127, 127)) for x in (lhs_exponents, rhs_exponents)]
+    given = [x.astype(np.float32).astype(getattr(ml_dtypes, dtype, np.float32)) for x in scales]
+    out = call(lhs, given[0], rhs, given[1], implementation=implementation)
+    want = reference.scaled_gemm(lhs, scales[0], rhs, scales[1], *GRANULES["mx"])
+    inside = np.abs(want) <= np.finfo(np.float32).max
+    assert np.isinf(out[~inside]).all() and 0 < inside.mean() < 1
+    # Relative to what each element is a sum of; below float32's normal numbers a result is zero.
+    magnitudes = (np.abs(reference.f64(x)) for x in (lhs, rhs))
+    terms = reference.scaled_gemm(next(magnitudes), scales[0], next(magnitudes), scales[1], *GRANULES["mx"])
+    error = np.abs(reference.f64(out)[inside] - want[inside])
+    assert (error <= 1e-6 * terms[inside] + 2.0**-126).all()
+
+
 @pytest.mark.parametrize(
     ("transpose_rhs", "batch", "m", "scale"),
     [

@@ -46,6 +46,16 @@ def test_it_is_attention_over_the_named_tokens_alone(case, implementation):
     check(ref.operands(*sizes, **operands), implementation, **options)
 
 
+@pytest.mark.parametrize("implementation", RUNS_HERE)
+def test_a_nan_that_is_named_stays_one(implementation):
+    """In the queries that name it; as in ``nn.MLA`` where an indexer does."""
+    rng = np.random.default_rng(0)
+    q, kv = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((2, 2, 24), (6, 1, 24)))
+    kv, indices = kv.at[5].set(jnp.nan), jnp.array([[[0, 5, -1]], [[1, 2, 3]]])
+    for result in jax.jit(call(implementation, head_dim_v=16))(q, kv, indices):
+        assert np.isnan(result[0]).all() and np.isfinite(result[1]).all()
+
+
 @pytest.mark.parametrize("tokens, topk", [(128, 128), (95, 128), (153, 256), (114, 384)])
 @pytest.mark.parametrize(
     "queries, heads, depth",

@@ -13,7 +13,6 @@ from glass_jax.lowering.tiling import SCALE_DEPTH
 from glass_jax.lowering.xla import scaled_gemm as formula
 
 NAN = 255  # of e8m0
-ONE = 127
 
 
 def scaled_gemm(*operands: jax.Array, params) -> jax.Array:
@@ -61,13 +60,14 @@ def check_alignment(m: int, n: int, k: int, params) -> None:
 
 
 def e8m0_bytes(scale: jax.Array) -> jax.Array:
-    """Scales as the bytes of e8m0; of a float32 that is no power of two, or below the least normal one, a NaN."""
+    """Scales as the bytes of e8m0; of a float32 that is none of its numbers, 2**-127 to 2**127, a NaN."""
     if scale.dtype == formula.E8M0:
         return lax.bitcast_convert_type(scale, jnp.uint8)
     bits = lax.bitcast_convert_type(scale, jnp.uint32)
     exponent = bits >> 23  # with the sign, which makes it too large
     power = (bits & ((1 << 23) - 1) == 0) & (exponent > 0) & (exponent < NAN)
-    return jnp.where(power, exponent, NAN).astype(jnp.uint8)
+    smallest = bits == 1 << 22  # 2**-127, the one subnormal number among them, of byte 0
+    return jnp.where(power, exponent, jnp.where(smallest, 0, NAN)).astype(jnp.uint8)
 
 
 def _pairs(scale: jax.Array, per: int, shape: tuple[int, int, int]) -> jax.Array:
@@ -76,12 +76,12 @@ def _pairs(scale: jax.Array, per: int, shape: tuple[int, int, int]) -> jax.Array
     Args:
       scale: float32 or float8_e8m0fnu.
       per: elements of K that share one.
-      shape: ``[batch or 1, pairs, rows]`` of the result; what is added to the rows and to K is 1.
+      shape: ``[batch or 1, pairs, rows]`` of the result; what is added to the rows and to K is the smallest scale.
     """
     scales = jnp.repeat(e8m0_bytes(scale), per // SCALE_DEPTH, axis=-1)
     _, pairs, rows = shape
     missing = rows - scales.shape[1], 2 * pairs - scales.shape[2]
-    scales = jnp.pad(scales, [(0, 0), (0, missing[0]), (0, missing[1])], constant_values=ONE)
+    scales = jnp.pad(scales, [(0, 0), (0, missing[0]), (0, missing[1])])
     words = lax.bitcast_convert_type(scales.reshape(-1, rows, pairs, 2), jnp.uint16)
     return jnp.swapaxes(words, 1, 2)
 

@@ -23,12 +23,16 @@ def run_gemm(machine: Machine, gemm: ir.Gemm, live: frozenset[str]) -> None:
     a, b = (_matrix(copies.read_region(machine, region)) for region in (gemm.a, gemm.b))
     if "hf32" in gemm.attrs and a.dtype == np.float32:
         a, b = (_to_hf32(x, gemm.attrs["hf32"]) for x in (a, b))
-    if "scales" in gemm.attrs:
-        along = (0 if gemm.transpose_a else 1), (1 if gemm.transpose_b else 0)
-        a, b = (_scaled(machine, *pair) for pair in zip((a, b), gemm.attrs["scales"], along, strict=True))
     accumulate = numerics.dtype(machine.memory.buffers[gemm.c.buffer].dtype)
     axes = (0 if gemm.transpose_a else 1,), (1 if gemm.transpose_b else 0,)
-    accumulate_product(machine, gemm, matmul(a, b, axes, accumulate))
+    if "scales" in gemm.attrs:
+        along = axes[0] + axes[1]
+        pairs = (_scaled(machine, *pair) for pair in zip((a, b), gemm.attrs["scales"], along, strict=True))
+        (a, rows), (b, columns) = pairs
+        product = _times_power_of_two(matmul(a, b, axes, accumulate), rows[:, None] + columns)
+    else:
+        product = matmul(a, b, axes, accumulate)
+    accumulate_product(machine, gemm, product)
 
 
 def _to_hf32(x: jax.Array, rounding: str) -> jax.Array:
@@ -41,10 +45,15 @@ def _to_hf32(x: jax.Array, rounding: str) -> jax.Array:
 
 
 SCALE_BLOCK = 32  # elements that one e8m0 scale of an MX format covers
+SCALE_BIAS = 127  # a byte is the exponent of a power of two, this much larger
+SCALE_NAN = 255
 
 
-def _scaled(machine: Machine, x: jax.Array, region: ir.Region, axis: int) -> jax.Array:
-    """An operand in an MX format times its scales, exactly, in float32.
+def _scaled(machine: Machine, x: jax.Array, region: ir.Region, axis: int) -> tuple[jax.Array, jax.Array]:
+    """An operand in an MX format times its scales, in float32, over the largest scale of each row or column.
+
+    What is divided by, a power of two, is the second result, as its exponent: so nothing leaves the range of a float32
+    on its way, however large or small the scales are.
 
     Args:
       machine: the machine.
@@ -56,8 +65,7 @@ def _scaled(machine: Machine, x: jax.Array, region: ir.Region, axis: int) -> jax
     scales = _matrix(copies.read_region(machine, region))
     if scales.dtype.itemsize == 2:
         scales = lax.bitcast_convert_type(scales, jnp.uint8).reshape(scales.shape[0], -1)
-    factors = lax.bitcast_convert_type(lax.bitcast_convert_type(scales, jnp.uint8), jnp.float8_e8m0fnu)
-    blocks = factors.astype(jnp.float32)
+    blocks = lax.bitcast_convert_type(scales, jnp.uint8).astype(jnp.int32)
     rows, length = x.shape[1 - axis], x.shape[axis]
     if blocks.shape[0] < rows or blocks.shape[1] * SCALE_BLOCK < length:
         raise HardwareConstraintError(
@@ -65,7 +73,20 @@ def _scaled(machine: Machine, x: jax.Array, region: ir.Region, axis: int) -> jax
             f"{SCALE_BLOCK} to a scale"
         )
     spread = jnp.repeat(blocks[:rows], SCALE_BLOCK, axis=1)[:, :length]
-    return x.astype(jnp.float32) * (spread if axis == 1 else spread.T)
+    is_nan = spread == SCALE_NAN
+    largest = jnp.max(jnp.where(is_nan, 0, spread), axis=1)
+    factors = _times_power_of_two(jnp.where(is_nan, jnp.nan, jnp.float32(1)), spread - largest[:, None])
+    return x.astype(jnp.float32) * (factors if axis == 1 else factors.T), largest - SCALE_BIAS
+
+
+def _times_power_of_two(x: jax.Array, exponent: jax.Array) -> jax.Array:
+    """``x * 2**exponent``, of exponents as large and as small as two scales have together."""
+    half = exponent >> 1  # the whole may be beyond what a float32 has
+
+    def power(exponent: jax.Array) -> jax.Array:
+        return lax.bitcast_convert_type(jnp.clip(exponent + 127, 1, 254) << 23, jnp.float32)
+
+    return x * power(half) * power(exponent - half)
 
 
 def _matrix(tile: jax.Array) -> jax.Array:
