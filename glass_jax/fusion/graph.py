@@ -183,6 +183,20 @@ class Graph:
             atom = node.eqn.invars[0]
         return atom
 
+    def overflow(self, nodes: frozenset[Node], end: Atom, source: jnp.dtype) -> str | None:
+        """Why a cast among ``nodes``, which compute ``end`` from numbers of type ``source``, has to stay, or None.
+
+        What is an infinity after a cast to a type of smaller range is none without it. At the end it makes no
+        difference who casts.
+        """
+        while (node := self.node(end)) is not None and node.name in _RESHAPING:
+            end = node.eqn.invars[0]
+        for node in sorted(nodes, key=lambda node: node.index):
+            (out,) = node.eqn.outvars if node.name == "convert_element_type" else (None,)
+            if out is not None and out is not end and has_smaller_range(out.aval.dtype, source):
+                return f"its {node} is to {out.aval.dtype}, whose range is smaller than that of {source}"
+        return None
+
     def escape(self, nodes: frozenset[Node], root: Var) -> str | None:
         """Why the values inside ``nodes``, which compute ``root``, are needed outside, or None if they are not."""
         for node in sorted(nodes, key=lambda node: node.index):
@@ -207,6 +221,11 @@ def is_exact(source: jnp.dtype, target: jnp.dtype) -> bool:
         return False
     s, t = jnp.finfo(source), jnp.finfo(target)
     return s.nmant <= t.nmant and s.maxexp <= t.maxexp and s.minexp >= t.minexp
+
+
+def has_smaller_range(one: jnp.dtype, other: jnp.dtype) -> bool:
+    """Whether numbers of the floating type ``other`` may be too large for ``one``."""
+    return jnp.finfo(one).maxexp < jnp.finfo(other).maxexp
 
 
 def _runs_along_last(node: Node) -> bool:

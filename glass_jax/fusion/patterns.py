@@ -107,7 +107,7 @@ class Finder:
                 nodes=nodes,
                 inputs=_given(lhs=product.lhs, rhs=product.rhs, bias=linear.bias),
                 build=functools.partial(_gemm, product, activation, out.aval.dtype),
-                problem=problem or product.problem or self._problem(nodes, out),
+                problem=problem or product.problem or self._problem(nodes, out, (product.out, nodes, out)),
             )
 
     def ln_gelu_linear(self, product: Product) -> Iterator[Candidate]:
@@ -115,8 +115,10 @@ class Finder:
         for before in self._normalized.get(product.lhs, ()):
             for linear in reversed(self._linears(product)):
                 for out in (v for v, tracked in reversed(self._ends(linear.out)) if tracked.poly == ex.X):
-                    nodes = before.nodes | linear.nodes | self._track(linear.out)[out].nodes
+                    after = linear.nodes | self._track(linear.out)[out].nodes
+                    nodes = before.nodes | after
                     scale, shift = before.norm.scale, before.norm.shift
+                    parts = (before.seed, before.nodes, before.out), (product.out, after, out)
                     problem = _misfit(before, product, layer_norm=before.seed, result=out)
                     yield Candidate(
                         pattern="ln_gelu_linear",
@@ -126,7 +128,7 @@ class Finder:
                         nodes=nodes,
                         inputs=_given(x=before.seed, gamma=scale, beta=shift, w=product.rhs, b=linear.bias),
                         build=functools.partial(_ln_gelu_linear, product, before),
-                        problem=problem or self._problem(nodes, out),
+                        problem=problem or self._problem(nodes, out, *parts),
                     )
 
     def linear_ln_gelu(self, product: Product) -> Iterator[Candidate]:
@@ -143,7 +145,8 @@ class Finder:
                     nodes=nodes,
                     inputs=_given(x=product.lhs, w=product.rhs, b=linear.bias, gamma=scale, beta=shift),
                     build=functools.partial(_linear_ln_gelu, product, after),
-                    problem=_misfit(after, product, result=after.out) or self._problem(nodes, after.out),
+                    problem=_misfit(after, product, result=after.out)
+                    or self._problem(nodes, after.out, (product.out, nodes, after.out)),
                 )
 
     def _track(self, seed: Var) -> dict[Var, Tracked]:
@@ -183,12 +186,19 @@ class Finder:
                 found.setdefault(each.out, []).append(each)
         return found
 
-    def _problem(self, nodes: frozenset[Node], root: Var) -> str | None:
-        """What keeps any operation from replacing ``nodes``."""
+    def _problem(self, nodes: frozenset[Node], root: Var, *parts: tuple[Var, frozenset[Node], Atom]) -> str | None:
+        """What keeps any operation from replacing ``nodes``.
+
+        Args:
+          nodes: the equations.
+          root: their result.
+          *parts: what is computed without casts on the way: the first array, the equations, and the last one.
+        """
         types = {v.aval.dtype for node in nodes for v in node.eqn.outvars} - {*FLOATS, jnp.dtype(bool)}
         if types:
             return f"{' and '.join(sorted(map(str, types)))} stays as it is"
-        return self._graph.escape(nodes, root)
+        casts = (self._graph.overflow(inside, end, seed.aval.dtype) for seed, inside, end in parts)
+        return next(filter(None, casts), None) or self._graph.escape(nodes, root)
 
 
 def _given(**inputs: Atom | None) -> dict[str, Atom]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Var, primitives
 
-from glass_jax.fusion.graph import Atom, Graph, Node, is_exact
+from glass_jax.fusion.graph import Atom, Graph, Node, has_smaller_range, is_exact
 from glass_jax.primitives.products import FLOAT8
 
 FLOATS = tuple(map(jnp.dtype, (jnp.float32, jnp.float16, jnp.bfloat16)))
@@ -83,6 +83,9 @@ def _problem(node: Node) -> str | None:
     types = {lhs.dtype, rhs.dtype}
     if not (types <= set(FLOATS) or types <= set(FLOAT8)):
         return f"{' times '.join(sorted(map(str, types)))} stays as it is"
+    out = node.eqn.outvars[0].aval.dtype
+    if jnp.issubdtype(out, jnp.floating) and any(has_smaller_range(out, each) for each in types):
+        return f"its result is {out}, whose range is smaller than that of {' times '.join(sorted(map(str, types)))}"
     return None
 
 

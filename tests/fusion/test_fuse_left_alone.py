@@ -93,6 +93,42 @@ def test_rounding_to_fp8_stays():
     assert reasons(fn, X) == {"gemm_activation": "float8_e4m3fn stays as it is"}
 
 
+def _half(x):
+    return x.astype(jnp.float16)
+
+
+OVERFLOWS = {
+    "before the activation": lambda x: jax.nn.silu(_half(x @ W)),
+    "and back": lambda x: jax.nn.gelu(_half(x @ W).astype(jnp.float32)),
+    "before the bias": lambda x: jax.nn.silu(_half(x @ W).astype(jnp.float32) + C),
+    "of a bfloat16": lambda x: jax.nn.silu(_half(x.astype(jnp.bfloat16) @ W.astype(jnp.bfloat16))),
+    "the product's own": lambda x: jax.nn.silu(
+        jnp.matmul(x, W, preferred_element_type=jnp.float16).astype("float32") + C
+    ),
+    "before the layer norm": lambda x: jax.nn.gelu(plain_norm(_half(x @ W).astype(jnp.float32), C, C)),
+    "after the layer norm": lambda x: jax.nn.gelu(_half(plain_norm(x, 1e5 * G, B)).astype(jnp.float32)) @ W,
+}
+
+
+@pytest.mark.parametrize("fn", OVERFLOWS.values(), ids=OVERFLOWS)
+def test_casts_to_a_smaller_range_stay(fn):
+    """They make infinities, and those NaN or zeros; fused without them there would be numbers."""
+    x = -1e6 * jnp.abs(X)
+    plain, fused = fn(x), glass.fuse(fn)(x)
+    assert np.isnan(plain).any() or np.isinf(plain).any()
+    np.testing.assert_array_equal(np.isfinite(fused), np.isfinite(plain))
+    assert any("range is smaller than that of" in reason for reason in reasons(fn, x).values())
+
+
+def test_a_cast_at_the_end_is_the_operations():
+    fn = lambda x: _half(jax.nn.relu(x @ W + C))  # noqa: E731
+    assert operations(glass.fuse(fn), X) == {"gemm": 1}
+    x = 1e6 * X
+    np.testing.assert_array_equal(np.isinf(glass.fuse(fn)(x)), np.isinf(fn(x)))
+    narrow = lambda x: jnp.matmul(_half(jax.nn.gelu(plain_norm(x, G, B))), _half(W))  # noqa: E731
+    assert operations(glass.fuse(narrow), _half(X)) == {"ln_gelu_linear": 1}
+
+
 def test_fp8_operands_are_products_of_gemm():
     x, w = X.astype(jnp.float8_e4m3fn), W.astype(jnp.float8_e5m2)
     fn = lambda x, w: jax.nn.relu(jax.lax.dot(x, w, preferred_element_type=jnp.float32) + C)  # noqa: E731
