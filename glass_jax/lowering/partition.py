@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 from jax.interpreters import mlir
 from jax.sharding import AxisType
 
@@ -193,17 +195,46 @@ def partitioned(
             *resharded
         )
 
+    place = source_info_util.current()
+
     def partition(mesh, operand_shapes, result_shape):
         part = parts(*map(_sharded, operand_shapes), *(_sharded(x).spec for x in jax.tree.leaves(result_shape)))
         results, shardings = jax.tree.map(
             partial(jax.NamedSharding, mesh), (part.result, part.operands), is_leaf=_is_spec
         )
-        return mesh, part.local, results, shardings
+        return mesh, _made_at(place, part.local), results, shardings
 
     # It wants a plain positional signature, and no constants: they stay inside the jitted function.
     call = custom_partitioning(lambda *args: jax.jit(fn)(*args))
     call.def_partition(partition=partition, sharding_rule=rule)
     return call(*operands)
+
+
+def _made_at(place: source_info_util.SourceInfo, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn``, all operations of which count as made at one place of the source.
+
+    XLA keeps the lines of source that operations come from in a table for each program, and takes a part's numbers of
+    lines for those of the whole program. Where they are none of these, the lines that it adds when it inlines a call or
+    a loop of one step can become their own callers, and it follows them forever (seen with jaxlib 0.10.2). The place
+    where the operation itself was made is in both tables.
+    """
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, ClosedJaxpr):
+            return value.replace(jaxpr=moved(value.jaxpr))
+        if isinstance(value, Jaxpr):
+            return value.replace(eqns=[eqn_at(eqn) for eqn in value.eqns])
+        return type(value)(map(moved, value)) if type(value) in (tuple, list) else value
+
+    def eqn_at(eqn: JaxprEqn) -> JaxprEqn:
+        source = eqn.source_info.replace(traceback=place.traceback)
+        return eqn.replace(params={name: moved(value) for name, value in eqn.params.items()}, source_info=source)
+
+    def run(*operands: jax.Array) -> Any:
+        jaxpr, shape = jax.make_jaxpr(fn, return_shape=True)(*operands)
+        return jax.tree.unflatten(jax.tree.structure(shape), jaxpr_as_fun(moved(jaxpr))(*operands))
+
+    return run
 
 
 def _sharded(x: jax.ShapeDtypeStruct) -> Sharded:

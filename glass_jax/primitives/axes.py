@@ -34,6 +34,12 @@ def is_sharded(aval: jax.core.ShapedArray) -> bool:
     return any(entry is not None for entry in aval.sharding.spec)
 
 
+def placed(x: jax.Array, spec: Sequence) -> jax.Array:
+    """``x`` sharded over Explicit mesh axes as ``spec`` says, if it is not."""
+    sharding = jax.typeof(x).sharding
+    return x if sharding.spec == spec else jax.sharding.reshard(x, jax.NamedSharding(sharding.mesh, spec))
+
+
 def lead(operands: Sequence[jax.Array], dims: Sequence[int | None]) -> list[jax.Array]:
     """``operands`` of a batching rule with the mapped dimension first, of size 1 where an operand is not mapped."""
     return [x[None] if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(operands, dims, strict=True)]

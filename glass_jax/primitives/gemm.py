@@ -7,6 +7,7 @@ and is never copied, which is how ``vmap`` treats operands it does not map over.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from functools import partial
 
@@ -120,13 +121,13 @@ def gemm(
 def _check_sharding(lhs, rhs, params: Params) -> None:
     """Raises HardwareConstraintError if it is open which dimension of the result an Explicit mesh axis would shard."""
     left, right = lhs.sharding.spec, rhs.sharding.spec
-    given = [*left[:-2], left[-2], right[-2 if params.transpose_rhs else -1]]
-    given += [b for a, b in zip(left[:-2], right[:-2], strict=True) if a is None]
-    names = [name for entry in given for name in partition.axes(entry)]
-    if len(set(names)) < len(names):
+    batch = [a if a is not None else b for a, b in zip(left[:-2], right[:-2], strict=True)]
+    of_result = (*batch, left[-2], right[-2 if params.transpose_rhs else -1])
+    counts = collections.Counter(name for entry in of_result for name in partition.axes(entry))
+    if twice := [name for name, count in counts.items() if count > 1]:
         raise errors.HardwareConstraintError(
-            f"gemm: lhs {left} and rhs {right} would shard two dimensions of the result over one mesh axis; reshard "
-            "one operand with jax.sharding.reshard"
+            f"gemm: lhs {left} and rhs {right} would both shard dimensions of the result over {', '.join(twice)}; make "
+            "rhs whole over it with jax.sharding.reshard"
         )
 
 
@@ -217,9 +218,10 @@ def _jvp(primals, tangents, *, params: Params):
     if not isinstance(rhs_dot, ad.Zero):
         terms.append(_product(lhs, rhs_dot, params))
     if bias_dot and not isinstance(bias_dot[0], ad.Zero):
-        row = jnp.expand_dims(bias_dot[0], -2).astype(params.out_dtype)
-        sharding = jax.typeof(out).sharding if axes.is_sharded(jax.typeof(out)) else None
-        terms.append(jnp.broadcast_to(row, out.shape, out_sharding=sharding))
+        row, aval = jnp.expand_dims(bias_dot[0], -2).astype(params.out_dtype), jax.typeof(out)
+        spec = [entry if size > 1 else None for entry, size in zip(aval.sharding.spec, row.shape, strict=True)]
+        sharding = aval.sharding if axes.is_sharded(aval) else None
+        terms.append(jnp.broadcast_to(axes.placed(row, jax.P(*spec)), out.shape, out_sharding=sharding))
     if not terms:
         return out, ad.Zero(jax.typeof(out).to_tangent_aval())
     return out, sum(terms[1:], start=terms[0])

@@ -135,13 +135,7 @@ def _call(name: str, lhs, rhs, starts, ends, preferred_element_type, implementat
 
 def _whole(sizes: jax.Array) -> jax.Array:
     """All of the sizes on every device: where a group begins depends on those before it."""
-    return _placed(sizes, jax.P(None))
-
-
-def _placed(x: jax.Array, spec: jax.P) -> jax.Array:
-    """``x`` sharded over Explicit mesh axes as ``spec`` says, if it is not."""
-    sharding = jax.typeof(x).sharding
-    return x if sharding.spec == spec else jax.sharding.reshard(x, jax.NamedSharding(sharding.mesh, spec))
+    return axes.placed(sizes, jax.P(None))
 
 
 # --- abstract evaluation and dimensions ----------------------------------------------------------------------------
@@ -213,7 +207,7 @@ def _transpose(cotangent, lhs, rhs, *bounds, params: Params):
         return _like(grad, lhs.aval), None, None, None
     pair = (cotangent, lhs) if params.transpose_rhs else (lhs, cotangent)
     # Each device needs the groups whose matrices it has.
-    bounds = [_placed(x, jax.P(jax.typeof(x).sharding.spec[0], rhs.aval.sharding.spec[1])) for x in bounds]
+    bounds = [axes.placed(x, jax.P(jax.typeof(x).sharding.spec[0], rhs.aval.sharding.spec[1])) for x in bounds]
     sum_batch = rhs.aval.shape[0] < _batch_of(*pair, *bounds)
     grad = _k_grouped(*pair, *bounds, params=_changed(KParams, params, rhs.aval, sum_batch=sum_batch))
     return None, _like(grad, rhs.aval), None, None
@@ -235,13 +229,13 @@ def _changed(kind: type, params: operation.Params, aval, **own) -> operation.Par
 
 
 def _like(grad: jax.Array, aval) -> jax.Array:
-    """``grad`` in the shape and sharding of its operand: one list may stand for all, or all cotangents be the same."""
+    """``grad`` in the shape of its operand: one list may stand for all, or all cotangents be the same."""
     if grad.shape[0] != aval.shape[0]:
         if aval.shape[0] == 1:
             grad = jnp.sum(grad, 0, keepdims=True, dtype=formula.accumulator(grad.dtype)).astype(grad.dtype)
         else:
             grad = jnp.broadcast_to(grad, aval.shape)
-    return _placed(grad, aval.sharding.spec)
+    return grad
 
 
 def _fold(operands: Sequence[jax.Array], dims: Sequence[int | None]) -> tuple[list[jax.Array], tuple[int, int]]:

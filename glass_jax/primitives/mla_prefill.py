@@ -1,13 +1,17 @@
-"""``mla_prefill``: attention of a whole sequence to itself, as a JAX primitive with a primitive for its gradient."""
+"""``mla_prefill``: attention of a whole sequence to itself, as a JAX primitive.
+
+Its tangent, linear in those of q, k and v, is a second primitive, and the transpose of that a third, the gradient.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.interpreters import ad
 
 from glass_jax import errors
 from glass_jax.lowering.partition import Dimensions
@@ -19,7 +23,7 @@ from glass_jax.primitives import axes, checks, operation
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Params(operation.Params):
-    """Static parameters of both primitives; see :func:`glass_jax.lowering.xla.mla_prefill.mla_prefill`."""
+    """Static parameters of the primitives; see :func:`glass_jax.lowering.xla.mla_prefill.mla_prefill`."""
 
     scale: float
     causal: bool
@@ -50,9 +54,9 @@ def mla_prefill(
         out = jnp.einsum("bhqk,bkhd->bqhd", jnp.exp(s - lse[..., None]).astype(v.dtype), v)
 
     A query that sees no key (causal with Sq > Skv) has output 0 and lse +inf. Works under ``jit``, ``vmap``, ``grad``,
-    ``jax.checkpoint``, ``shard_map`` and on meshes with Auto or Explicit axes: batch and heads stay sharded as they
-    are. Both results have gradients, in blocks too; derivatives of the gradient hold all scores, and forward mode
-    (``jvp``) exists only of the gradient.
+    ``jvp``, ``jax.checkpoint``, ``shard_map`` and on meshes with Auto or Explicit axes: batch and heads stay sharded as
+    they are. Both results have derivatives of any order; those of the first, in forward mode (plain JAX with every
+    implementation) and in reverse, are computed in blocks too, those of higher order hold all scores.
 
     Args:
       q: ``[B, Sq, H, D]``; float32, float16 or bfloat16 (float64 on ``"xla"``). MLA: 192 = 128 + 64 of RoPE.
@@ -92,26 +96,7 @@ def mla_prefill(
         ids = [ids[0].astype(jnp.int32)]
     dtype = jnp.result_type(q, k, v)
     params = Params.chosen(implementation, scale=scale, causal=bool(causal))
-    return _attention(params, *axes.vary_alike(*(x.astype(dtype) for x in (q, k, v)), *ids))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(params: Params, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return MLA_PREFILL.bind(*operands, params=params)
-
-
-def _attention_forward(params: Params, q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax.Array):
-    out, lse = MLA_PREFILL.bind(q, k, v, *ids, params=params)
-    return (out, lse), (q, k, v, out, lse, ids)
-
-
-def _attention_backward(params: Params, saved: tuple, cotangents: tuple[jax.Array, jax.Array]):
-    q, k, v, out, lse, ids = saved
-    gradients = MLA_PREFILL_BACKWARD.bind(q, k, v, out, lse, *cotangents, *ids, params=params)
-    return (*gradients, *(None for _ in ids))
-
-
-_attention.defvjp(_attention_forward, _attention_backward)
+    return MLA_PREFILL.bind(*(x.astype(dtype) for x in (q, k, v)), *ids, params=params)
 
 
 # --- rules ---------------------------------------------------------------------------------------------------------
@@ -127,6 +112,10 @@ def _abstract_eval(q, k, v, *ids, params: Params):
     )
 
 
+def _abstract_eval_tangent(d_q, d_k, d_v, *operands, params: Params):
+    return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands[3:5])
+
+
 def _abstract_eval_backward(q, k, v, *rest, params: Params):
     return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v))
 
@@ -136,20 +125,46 @@ def _dimensions(*avals, params: Params) -> Dimensions:
     return Dimensions(f"b s h d, b t h d, b t h v{ids} -> b s h v, b h s", parallel="b h")
 
 
+def _dimensions_tangent(*avals, params: Params) -> Dimensions:
+    ids = ", b i" if len(avals) > 8 else ""
+    operands = f"b s h d, b t h d, b t h v, b s h d, b t h d, b t h v, b s h v, b h s{ids}"
+    return Dimensions(f"{operands} -> b s h v, b h s", parallel="b h")
+
+
 def _dimensions_backward(*avals, params: Params) -> Dimensions:
     ids = ", b i" if len(avals) > 7 else ""
     operands = f"b s h d, b t h d, b t h v, b s h v, b h s, b s h v, b h s{ids}"
     return Dimensions(f"{operands} -> b s h d, b t h d, b t h v", parallel="b h")
 
 
-def _batch(operands, dims, *, params: Params, backward: bool = False):
+def _batch(bind: Callable, operands, dims, *, params: Params):
     """The mapped dimension becomes the inner part of the batch, so that a batch that is sharded stays so."""
     moved = [jnp.swapaxes(x, 0, 1) for x in axes.lead(operands, dims)]
     size = max(x.shape[1] for x in moved)
     folded = [jnp.broadcast_to(x, (x.shape[0], size, *x.shape[2:])).reshape(-1, *x.shape[2:]) for x in moved]
-    bound = MLA_PREFILL_BACKWARD if backward else MLA_PREFILL
-    results = bound.bind(*folded, params=params)
+    results = bind(*folded, params=params)
     return [x.reshape(-1, size, *x.shape[1:]) for x in results], [1] * len(results)
+
+
+def _jvp(primals, tangents, *, params: Params):
+    q, k, v, *ids = primals
+    out, lse = MLA_PREFILL.bind(*primals, params=params)
+    if all(isinstance(t, ad.Zero) for t in tangents[:3]):
+        return (out, lse), tuple(ad.Zero(jax.typeof(x).to_tangent_aval()) for x in (out, lse))
+    moving = map(ad.instantiate_zeros, tangents[:3])
+    return (out, lse), MLA_PREFILL_TANGENT.bind(*moving, q, k, v, out, lse, *ids, params=params)
+
+
+def _transpose_tangent(cotangents, *operands, params: Params):
+    q, k, v, out, lse, *ids = operands[3:]
+    d_out, d_lse = map(ad.instantiate_zeros, cotangents)
+    gradients = MLA_PREFILL_BACKWARD.bind(q, k, v, out, lse, d_out, d_lse, *ids, params=params)
+    return *gradients, *(None for _ in operands[3:])
+
+
+def _tangent_of_quadratic(d_q, d_k, d_v, q, k, v, out, lse, *ids, params: Params):
+    """The tangents as functions of the operands and of their tangents alone, to be differentiated again."""
+    return jax.jvp(lambda *qkv: formula.quadratic(*qkv, *ids, **params.statics), (q, k, v), (d_q, d_k, d_v))[1]
 
 
 def _gradient_of_quadratic(q, k, v, out, lse, d_out, d_lse, *ids, params: Params):
@@ -161,23 +176,38 @@ def _gradient_of_quadratic(q, k, v, out, lse, d_out, d_lse, *ids, params: Params
 # --- implementations and registration ------------------------------------------------------------------------------
 
 
+def _tangent(*operands, params: Params):
+    return formula.mla_prefill_tangent(*operands, **params.statics)
+
+
 MLA_PREFILL = operation.Operation(
     "mla_prefill",
     multiple_results=True,
     abstract_eval=_abstract_eval,
+    dimensions=_dimensions,
     formula=lambda *operands, params: formula.mla_prefill(*operands, **params.statics),
     tiled=tiled.mla_prefill,
-    dimensions=_dimensions,
-    batch=_batch,
-    derivative=lambda *operands, params: formula.quadratic(*operands, **params.statics),
+    batch=lambda operands, dims, *, params: _batch(MLA_PREFILL.bind, operands, dims, params=params),
+    jvp=_jvp,
+)
+MLA_PREFILL_TANGENT = operation.Operation(
+    "mla_prefill_tangent",
+    multiple_results=True,
+    abstract_eval=_abstract_eval_tangent,
+    dimensions=_dimensions_tangent,
+    formula=_tangent,
+    tiled=_tangent,
+    batch=lambda operands, dims, *, params: _batch(MLA_PREFILL_TANGENT.bind, operands, dims, params=params),
+    derivative=_tangent_of_quadratic,
+    transpose=_transpose_tangent,
 )
 MLA_PREFILL_BACKWARD = operation.Operation(
     "mla_prefill_backward",
     multiple_results=True,
     abstract_eval=_abstract_eval_backward,
+    dimensions=_dimensions_backward,
     formula=lambda *operands, params: formula.mla_prefill_backward(*operands, **params.statics),
     tiled=tiled.mla_prefill_backward,
-    dimensions=_dimensions_backward,
-    batch=functools.partial(_batch, backward=True),
+    batch=lambda operands, dims, *, params: _batch(MLA_PREFILL_BACKWARD.bind, operands, dims, params=params),
     derivative=_gradient_of_quadratic,
 )

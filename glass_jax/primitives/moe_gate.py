@@ -8,7 +8,7 @@ from jax import lax
 
 from glass_jax import errors
 from glass_jax.lowering.xla.gemm import accumulator
-from glass_jax.primitives import checks
+from glass_jax.primitives import axes, checks
 
 SCORES = ("softmax", "sigmoid", "sqrt_softplus")
 
@@ -63,6 +63,9 @@ def moe_gate(
     logits = jnp.asarray(logits)
     bias = None if bias is None else jnp.asarray(bias)
     _check(logits, bias, k=k, score=score, num_groups=num_groups, topk_groups=topk_groups)
+    # Over Explicit mesh axes every device needs all experts of its tokens.
+    logits = axes.placed(logits, jax.P(*jax.typeof(logits).sharding.spec[:-1], None))
+    bias = None if bias is None else axes.placed(bias, jax.P(None))
     dtype = accumulator(logits.dtype)
     scores = _score(logits.astype(dtype), score)
     choice = lax.stop_gradient(scores)

@@ -105,9 +105,9 @@ class Operation:
         if derivative is not None:
             jvp = functools.partial(self._differentiate, derivative)
         if jvp is not None:
-            ad.primitive_jvps[p] = _without_devices(jvp)
+            ad.primitive_jvps[p] = _without_devices(functools.partial(_placed_tangents, jvp))
         if transpose is not None:
-            ad.primitive_transposes[p] = _without_devices(transpose)
+            ad.primitive_transposes[p] = _without_devices(functools.partial(_placed_gradients, transpose))
         mlir.register_lowering(p, functools.partial(self._lower, default="xla"))
         mlir.register_lowering(p, functools.partial(self._lower, default="ascend"), platform="ascend")
 
@@ -142,7 +142,10 @@ class Operation:
             operands = list(primals)
             for position, value in zip(moving, values, strict=True):
                 operands[position] = value
-            return derivative(*operands, params=params)
+            given = [jax.typeof(x) for x in operands]
+            dimensions = dataclasses.replace(self._dimensions(*given, params=params), summed="")
+            specs, _ = dimensions.specs(*(aval.sharding.spec for aval in given))
+            return derivative(*map(axes.placed, operands, specs), params=params)
 
         if not moving:
             return out, jax.tree.map(lambda x: ad.Zero(jax.typeof(x).to_tangent_aval()), out)
@@ -176,6 +179,25 @@ def _rounded_sum(fn: Callable, over: tuple[tuple[str, ...], ...], *operands: jax
 
 def _invariant(aval: Any) -> Any:
     return jax.core.ShapedArray(aval.shape, aval.dtype, aval.weak_type, sharding=aval.sharding)
+
+
+def _placed_tangents(rule: Callable, primals, tangents, *, params: Any):
+    """``rule`` of forward differentiation; over Explicit axes tangents are sharded as the results are."""
+    out, out_dot = rule(primals, tangents, params=params)
+
+    def place(x, tangent):
+        return tangent if isinstance(tangent, ad.Zero) else axes.placed(tangent, jax.typeof(x).sharding.spec)
+
+    return out, jax.tree.map(place, out, out_dot)
+
+
+def _placed_gradients(rule: Callable, cotangents, *operands, params: Any) -> list:
+    """``rule`` of reverse differentiation; over Explicit axes gradients are sharded as the operands are."""
+    gradients = rule(cotangents, *operands, params=params)
+    return [
+        axes.placed(gradient, operand.aval.sharding.spec) if ad.is_undefined_primal(operand) else None
+        for gradient, operand in zip(gradients, operands, strict=True)
+    ]
 
 
 def _check_float64(name: str, implementation: str, *avals) -> None:

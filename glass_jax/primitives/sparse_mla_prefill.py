@@ -1,20 +1,22 @@
 """``sparse_mla_prefill``: attention of each query over tokens chosen for it (DeepSeek sparse attention, absorbed form).
 
 The primitive's operands: the indices of what does not count are -1, and there is a sink for each query and head, -inf
-where there is none.
+where there is none. Leading batch dimensions, equal or 1, come from ``vmap``. The tangent, linear in those of q, kv and
+sink, is a second primitive, and the transpose of that a third, the gradient.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.interpreters import ad
 
 from glass_jax import errors
-from glass_jax.lowering.partition import Dimensions
+from glass_jax.lowering import partition
 from glass_jax.lowering.tiled import sparse_mla_prefill as tiled
 from glass_jax.lowering.xla import sparse_mla_prefill as formula
 from glass_jax.lowering.xla.gemm import accumulator
@@ -23,10 +25,15 @@ from glass_jax.primitives import axes, checks, operation
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Params(operation.Params):
-    """Static parameters; see :func:`glass_jax.lowering.xla.sparse_mla_prefill.sparse_mla_prefill`."""
+    """Static parameters; see :func:`glass_jax.lowering.xla.sparse_mla_prefill.sparse_mla_prefill`.
+
+    Attributes:
+      wide: leave the gradient of ``kv`` in the type that it is summed in.
+    """
 
     head_dim_v: int
     softmax_scale: float
+    wide: bool = False
 
     @property
     def statics(self) -> dict:
@@ -60,11 +67,10 @@ def sparse_mla_prefill(
     name, NaN among them, do not matter to it, and its result is the same bit for bit whatever the other queries are.
     On a CPU the tokens of one query are gathered at a time, at most 1024 of them (all of them for a gradient).
 
-    Works under ``jit``, ``vmap``, ``grad``, ``jax.checkpoint``, ``shard_map`` and on meshes with Auto or Explicit axes:
-    queries and heads stay sharded as they are, every device has all of ``kv``. ``out`` and ``lse`` have gradients, in
-    reverse mode and of first order, in ``q``, ``kv`` and ``attn_sink``; they are plain JAX with every implementation,
-    and on a mesh every device computes all of them unless ``shard_map`` divides the work. ``max_logits`` counts as
-    constant.
+    Works under ``jit``, ``vmap``, ``grad``, ``jvp``, ``jax.checkpoint``, ``shard_map`` and on meshes with Auto or
+    Explicit axes: queries and heads stay sharded as they are, and so does what ``vmap`` maps; every device has all of
+    ``kv``, whose gradient ends in one all-reduce. ``out`` and ``lse`` have derivatives of first order in ``q``, ``kv``
+    and ``attn_sink``, plain JAX with every implementation. ``max_logits`` counts as constant.
 
     Args:
       q: ``[Sq, H, D]``; float32, float16 or bfloat16 (float64 on ``"xla"``). D is 576 or 512 in DeepSeek's models.
@@ -108,6 +114,7 @@ def sparse_mla_prefill(
         topk_length = jnp.asarray(topk_length)
         checks.dimensions("sparse_mla_prefill", q=(q, "Sq H D"), topk_length=(topk_length, "Sq"))
         checks.integers("sparse_mla_prefill", topk_length=topk_length)
+        topk_length = axes.placed(topk_length, jax.P(jax.typeof(indices).sharding.spec[0]))
         counts &= lax.broadcasted_iota(topk_length.dtype, indices.shape, 2) < topk_length[:, None, None]
     dtype = accumulator(q.dtype)
     if attn_sink is None:
@@ -119,85 +126,101 @@ def sparse_mla_prefill(
     sink = jnp.broadcast_to(attn_sink.astype(dtype), (sizes["Sq"], sizes["H"]))
     params = Params.chosen(implementation, head_dim_v=head_dim_v, softmax_scale=float(softmax_scale))
     chosen = jnp.where(counts, indices, -1).astype(jnp.int32)
-    return _attention(params, *axes.vary_alike(q, kv, chosen, sink))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(params: Params, *operands: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    return SPARSE_MLA_PREFILL.bind(*operands, params=params)
-
-
-def _attention_forward(params: Params, *operands: jax.Array):
-    out, largest, lse = SPARSE_MLA_PREFILL.bind(*operands, params=params)
-    return (out, largest, lse), (*operands, out, lse)
-
-
-def _attention_backward(params: Params, saved: tuple[jax.Array, ...], cotangents: tuple[jax.Array, ...]):
-    d_out, _, d_lse = cotangents
-    gradients = SPARSE_MLA_PREFILL_BACKWARD.bind(*saved, d_out, d_lse, params=params)
-    q, kv, _, sink, *_ = saved
-    # Every device has computed all of them; over Explicit axes a gradient is sharded as what it is of.
-    d_q, d_kv, d_sink = (
-        jax.sharding.reshard(x, aval.sharding) if axes.is_sharded(aval := jax.typeof(of)) else x
-        for x, of in zip(gradients, (q, kv, sink), strict=True)
-    )
-    return d_q, d_kv, None, d_sink
-
-
-_attention.defvjp(_attention_forward, _attention_backward)
+    return SPARSE_MLA_PREFILL.bind(q, kv, chosen, sink, params=params)
 
 
 # --- rules ---------------------------------------------------------------------------------------------------------
 
 
 def _abstract_eval(q, kv, indices, sink, *, params: Params):
-    queries, heads, _ = q.shape
     if params.alignment == "strict":
         tiled.check_alignment(q, params)
-    scores = jax.ShapeDtypeStruct((queries, heads), accumulator(q.dtype))
-    return jax.ShapeDtypeStruct((queries, heads, params.head_dim_v), q.dtype), scores, scores
+    shape = (*formula.batch_shape(q, kv, indices, sink), *q.shape[-3:-1])
+    scores = jax.ShapeDtypeStruct(shape, accumulator(q.dtype))
+    return jax.ShapeDtypeStruct((*shape, params.head_dim_v), q.dtype), scores, scores
+
+
+def _abstract_eval_tangent(d_q, d_kv, d_sink, q, kv, indices, sink, out, lse, *, params: Params):
+    return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (out, lse))
 
 
 def _abstract_eval_backward(q, kv, indices, sink, *rest, params: Params):
-    return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, kv, sink))
+    d_kv = jax.ShapeDtypeStruct(kv.shape, accumulator(kv.dtype) if params.wide else kv.dtype)
+    return jax.ShapeDtypeStruct(q.shape, q.dtype), d_kv, jax.ShapeDtypeStruct(sink.shape, sink.dtype)
 
 
-def _dimensions(*avals, params: Params) -> Dimensions:
-    return Dimensions("s h d, t o d, s o k, s h -> s h v, s h, s h", parallel="s h")
+def _terms(q, kv, indices, sink) -> tuple[str, list[str]]:
+    """The names of the batch dimensions, and of all dimensions of each operand."""
+    batch = formula.batch_shape(q, kv, indices, sink)
+    operands = (q, "q", "s h d"), (kv, "k", "t o d"), (indices, "i", "s p c"), (sink, "a", "s h")
+    terms = [" ".join([*partition.broadcast("b", tag, x.shape, batch), last]) for x, tag, last in operands]
+    return " ".join(f"b{d}" for d in range(len(batch))), terms
 
 
-def _dimensions_backward(*avals, params: Params) -> Dimensions:
-    """Gradients of tokens are sums over queries and heads: no part of them is a part of the operation."""
-    return Dimensions("s h d, t o d, s o k, s h, s h v, s h, s h v, s h -> s h d, t o d, s h", parallel="")
+def _dimensions(*operands, params: Params) -> partition.Dimensions:
+    batch, terms = _terms(*operands)
+    rule = f"{', '.join(terms)} -> {batch} s h v, {batch} s h, {batch} s h"
+    return partition.Dimensions(rule, parallel=f"{batch} s h")
 
 
-def _batch(operands, dims, *, params: Params):
-    """The mapped dimension becomes more queries; tokens that are mapped over become those of all."""
-    q, kv, indices, sink = axes.lead(operands, dims)
-    size = next(x.shape[dim] for x, dim in zip(operands, dims, strict=True) if dim is not None)
-    if kv.shape[0] != 1:
-        first = jnp.arange(size, dtype=jnp.int32)[:, None, None, None] * kv.shape[1]
-        indices = jnp.where(indices >= 0, indices + first, -1)
-    q, indices, sink = (
-        jnp.broadcast_to(x, (size, *x.shape[1:])).reshape(size * x.shape[1], *x.shape[2:]) for x in (q, indices, sink)
-    )
-    results = SPARSE_MLA_PREFILL.bind(q, kv.reshape(-1, *kv.shape[2:]), indices, sink, params=params)
-    return [x.reshape(size, x.shape[0] // max(size, 1), *x.shape[1:]) for x in results], [0] * len(results)
+def _dimensions_tangent(*operands, params: Params) -> partition.Dimensions:
+    batch, terms = _terms(*operands[3:7])
+    q, kv, _, sink = terms
+    results = f"{batch} s h v, {batch} s h"
+    return partition.Dimensions(f"{', '.join([q, kv, sink, *terms])}, {results} -> {results}", parallel=f"{batch} s h")
+
+
+def _dimensions_backward(*operands, params: Params) -> partition.Dimensions:
+    batch, terms = _terms(*operands[:4])
+    q, kv, _, sink = terms
+    results = f"{batch} s h v, {batch} s h"
+    rule = f"{', '.join(terms)}, {results}, {results} -> {q}, {kv}, {sink}"
+    return partition.Dimensions(rule, parallel="", summed=f"{batch} s h")
+
+
+def _sum_of_parts(fn, over, *operands, params: Params):
+    """Where devices share out queries or heads, gradients are added up before they are rounded."""
+    kv = operands[1]
+    parts = fn(*operands, params=dataclasses.replace(params, wide=True))
+    d_q, d_kv, d_sink = (lax.psum(part, names) for part, names in zip(parts, over, strict=True))
+    return d_q, d_kv if params.wide else d_kv.astype(kv.dtype), d_sink
+
+
+def _batch(bind: Callable, operands, dims, *, params: Params):
+    results = bind(*axes.lead(operands, dims), params=params)
+    return results, (0,) * len(results)
 
 
 def _batch_backward(operands, dims, *, params: Params):
-    """One after the other: each has its own gradient of the tokens."""
+    """What has a gradient is mapped over: each of the mapped has its own."""
+    q, kv, indices, sink, *rest = axes.lead(operands, dims)
     size = next(x.shape[dim] for x, dim in zip(operands, dims, strict=True) if dim is not None)
-    each = [jnp.broadcast_to(x, (size, *x.shape[1:])) for x in axes.lead(operands, dims)]
-    results = lax.map(lambda one: SPARSE_MLA_PREFILL_BACKWARD.bind(*one, params=params), each)
-    return results, [0] * len(results)
+    q, kv, sink = (jnp.broadcast_to(x, (size, *x.shape[1:])) for x in (q, kv, sink))
+    results = SPARSE_MLA_PREFILL_BACKWARD.bind(q, kv, indices, sink, *rest, params=params)
+    return results, (0,) * len(results)
 
 
-def _backward(*operands, params: Params):
-    return formula.sparse_mla_prefill_backward(*operands, **params.statics)
+# --- derivatives ---------------------------------------------------------------------------------------------------
 
 
-def _derivative(*operands, params: Params):
+def _jvp(primals, tangents, *, params: Params):
+    q, kv, indices, sink = primals
+    results = out, _, lse = SPARSE_MLA_PREFILL.bind(*primals, params=params)
+    zeros = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results]
+    moving = [tangents[0], tangents[1], tangents[3]]
+    if all(isinstance(t, ad.Zero) for t in moving):
+        return results, tuple(zeros)
+    operands = (*map(ad.instantiate_zeros, moving), q, kv, indices, sink, out, lse)
+    d_out, d_lse = SPARSE_MLA_PREFILL_TANGENT.bind(*operands, params=params)
+    return results, (d_out, zeros[1], d_lse)
+
+
+def _transpose_tangent(cotangents, *operands, params: Params):
+    gradients = SPARSE_MLA_PREFILL_BACKWARD.bind(*operands[3:], *map(ad.instantiate_zeros, cotangents), params=params)
+    return *gradients, *(None for _ in operands[3:])
+
+
+def _second_derivative(*operands, params: Params):
     raise errors.UnsupportedError(
         "sparse_mla_prefill has no second derivatives: put jax.lax.stop_gradient around the arguments, or write the "
         "attention over gathered tokens in JAX"
@@ -207,23 +230,44 @@ def _derivative(*operands, params: Params):
 # --- implementations and registration ------------------------------------------------------------------------------
 
 
+def _tangent(*operands, params: Params):
+    return formula.sparse_mla_prefill_tangent(*operands, **params.statics)
+
+
+def _backward(*operands, params: Params):
+    d_q, d_kv, d_sink = formula.sparse_mla_prefill_backward(*operands, **params.statics)
+    return d_q, d_kv if params.wide else d_kv.astype(operands[1].dtype), d_sink
+
+
 SPARSE_MLA_PREFILL = operation.Operation(
     "sparse_mla_prefill",
+    multiple_results=True,
     abstract_eval=_abstract_eval,
+    dimensions=_dimensions,
     formula=lambda *operands, params: formula.sparse_mla_prefill(*operands, **params.statics),
     tiled=tiled.sparse_mla_prefill,
-    batch=_batch,
-    dimensions=_dimensions,
+    batch=lambda operands, dims, *, params: _batch(SPARSE_MLA_PREFILL.bind, operands, dims, params=params),
+    jvp=_jvp,
+)
+SPARSE_MLA_PREFILL_TANGENT = operation.Operation(
+    "sparse_mla_prefill_tangent",
     multiple_results=True,
-    derivative=_derivative,
+    abstract_eval=_abstract_eval_tangent,
+    dimensions=_dimensions_tangent,
+    formula=_tangent,
+    tiled=_tangent,
+    batch=lambda operands, dims, *, params: _batch(SPARSE_MLA_PREFILL_TANGENT.bind, operands, dims, params=params),
+    derivative=_second_derivative,
+    transpose=_transpose_tangent,
 )
 SPARSE_MLA_PREFILL_BACKWARD = operation.Operation(
     "sparse_mla_prefill_backward",
+    multiple_results=True,
     abstract_eval=_abstract_eval_backward,
+    dimensions=_dimensions_backward,
     formula=_backward,
     tiled=_backward,
     batch=_batch_backward,
-    dimensions=_dimensions_backward,
-    multiple_results=True,
-    derivative=_derivative,
+    derivative=_second_derivative,
+    sum_of_parts=_sum_of_parts,
 )

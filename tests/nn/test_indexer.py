@@ -202,6 +202,19 @@ def test_a_score_of_minus_infinity_is_no_choice():
     assert poisoned.tolist() == [False, False]
 
 
+def test_gradients_on_a_mesh():
+    """Sequences longer than the choices, over a data axis whose types tell."""
+
+    def gradient(mla, x):
+        return nnx.to_pure_dict(nnx.grad(lambda mla: jnp.sum(jnp.sin(mla(x))))(mla))
+
+    want = nnx.jit(gradient)(make(), inputs())
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        given = nnx.jit(gradient)(make(), jax.device_put(inputs(), jax.P("data")))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4), given, want)
+
+
 def test_narrow_types():
     mla, x = make(jnp.bfloat16), inputs(dtype=jnp.bfloat16)
     out = nnx.jit(MLA.__call__)(mla, x)

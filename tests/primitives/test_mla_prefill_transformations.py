@@ -43,7 +43,7 @@ def test_first_and_second_derivatives(lengths, causal, ids):
         rng = np.random.default_rng(0)
         q, k, v = (jnp.asarray(rng.standard_normal(s)) for s in ((1, queries, 2, 6), (1, keys, 2, 6), (1, keys, 2, 5)))
         f = lambda *qkv: finite(glass.mla_prefill(*qkv, causal=causal, segment_ids=ids))  # noqa: E731
-        check_grads(f, (q, k, v), order=2, modes=("rev",))
+        check_grads(f, (q, k, v), order=2, modes=("fwd", "rev"))
         gradient = jax.grad(lambda *qkv: sum(jnp.sum(jnp.sin(x)) for x in f(*qkv)), (0, 1, 2))
         check_grads(gradient, (q, k, v), order=1, modes=("fwd", "rev"))
 
@@ -53,13 +53,24 @@ def test_derivatives_over_several_blocks():
     with jax.enable_x64(True):
         rng = np.random.default_rng(0)
         q, k, v = (jnp.asarray(rng.standard_normal((1, 300, 1, width))) for width in (3, 3, 2))
-        check_grads(glass.mla_prefill, (q, k, v), order=1, modes=("rev",))
+        check_grads(glass.mla_prefill, (q, k, v), order=1, modes=("fwd", "rev"))
 
 
-def test_forward_mode_says_that_there_is_none():
-    x = jnp.ones((1, 2, 1, 4))
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(glass.mla_prefill, (x, x, x), (x, x, x))
+@pytest.mark.parametrize("implementation", RUNS_HERE)
+def test_tangents_are_the_transpose_of_gradients(implementation):
+    """Also in 16 bits, of one operand alone, and of queries that see no key: <w, J t> is <J' w, t>."""
+    q, k, v, t = arrays((1, 7, 2, 16), (1, 5, 2, 16), (1, 5, 2, 16), (1, 5, 2, 16), dtype="bfloat16")
+    f = lambda k: glass.mla_prefill(q, k, v, implementation=implementation)  # noqa: E731
+    value, tangents = jax.jvp(jax.jit(f), (k,), (t,))
+    jax.tree.map(np.testing.assert_array_equal, value, jax.jit(f)(k))
+    assert not tangents[0][:, :2].any() and not tangents[1][:, :, :2].any()  # queries without a key
+    finite = lambda k: (f(k)[0], f(k)[1][:, :, 2:])  # noqa: E731
+    weights = jax.tree.map(lambda x: jnp.sin(jnp.arange(x.size)).reshape(x.shape).astype(x.dtype), finite(k))
+    (gradient,) = jax.vjp(finite, k)[1](weights)
+    forward = ref.f64(weights[0]).ravel() @ ref.f64(tangents[0]).ravel()
+    forward += ref.f64(weights[1]).ravel() @ ref.f64(tangents[1][:, :, 2:]).ravel()
+    size = np.linalg.norm(ref.f64(gradient)) * np.linalg.norm(ref.f64(t))
+    assert abs(forward - ref.f64(gradient).ravel() @ ref.f64(t).ravel()) < 2.0**-7 * size
 
 
 def test_one_result_alone_has_a_gradient():

@@ -1,6 +1,7 @@
 """What every operation gets from `Operation`, shown by a small one with two results."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -129,6 +130,25 @@ def test_inside_shard_map(operands, implementation):
         return fn(x, w)[1].sum()
 
     np.testing.assert_allclose(jax.grad(loss)(w), (np.asarray(x) ** 2).sum(0), rtol=1e-5)
+
+
+def test_what_a_device_does_counts_as_made_in_one_place():
+    """XLA takes a part's lines of source for those of the whole program, and hangs where these make a circle."""
+    mesh = jax.make_mesh((4,), ("x",), (jax.sharding.AxisType.Auto,))
+    x = jax.device_put(jnp.ones((8, 5)), jax.NamedSharding(mesh, jax.P("x")))
+
+    def step(_, x):
+        x = jnp.sin(x)
+        return x * 2
+
+    def split(x):
+        rows, how = partition.Dimensions("a b -> a b", parallel="a"), partition.Split.PROPAGATED
+        loop = lambda x: jax.lax.fori_loop(0, 3, step, x)  # noqa: E731
+        return partition.over_mesh(loop, rows, how, x, sum_of_parts=None)
+
+    text = jax.jit(split).lower(x).compile().as_text()
+    (sine,), (product,) = (re.findall(rf" {name}\(.*stack_frame_id=(\d+)", text) for name in ("sine", "multiply"))
+    assert sine == product
 
 
 def test_derivatives_are_those_of_the_given_form(operands):

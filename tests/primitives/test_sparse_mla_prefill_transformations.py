@@ -65,7 +65,7 @@ def test_gradients_in_float64():
             out, _, lse = call(attn_sink=sink)(q, kv, indices)
             return out, lse
 
-        check_grads(mine, (q, kv, sink), order=1, modes=["rev"])
+        check_grads(mine, (q, kv, sink), order=1, modes=["fwd", "rev"])
         wanted = jax.grad(lambda *xs: loss(dense(*xs[:2], indices, xs[2]), weights), (0, 1, 2))(q, kv, sink)
         given = jax.jit(jax.grad(lambda *xs: loss(mine(*xs), weights), (0, 1, 2)))(q, kv, sink)
         for x, y in zip(given, wanted, strict=True):
@@ -238,7 +238,10 @@ def test_gradients_on_a_mesh(axis_type):
     expected = gradient(*arrays, sink)
     with jax.set_mesh(mesh):
         placed = place((*arrays, sink), (jax.P("x", "y"), jax.P(), jax.P("x"), jax.P("y")), mesh)
+        found = collectives(gradient.lower(*placed).compile())
         given = gradient(*placed)
+    found["all-reduce"] -= 30 * 32  # of the tokens' gradients
+    assert 0 <= sum(found.values()) <= 16  # XLA adds up those of the sinks its own way
     for x, y in zip(given, expected, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 

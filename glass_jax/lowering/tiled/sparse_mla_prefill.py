@@ -14,13 +14,15 @@ def sparse_mla_prefill(
     q: jax.Array, kv: jax.Array, indices: jax.Array, sink: jax.Array, *, params
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Attention over chosen tokens by the kernel; operands and ``params`` as in ``primitives.sparse_mla_prefill``."""
+    batch = formula.batch_shape(q, kv, indices, sink)
     if 0 in (*q.shape, *kv.shape, *indices.shape):
-        return formula.nothing(q, params.head_dim_v)
-    table, lengths = formula.in_front(indices[:, 0])
+        return formula.nothing((*batch, *q.shape[-3:]), q.dtype, params.head_dim_v)
+    table, lengths = formula.in_front(formula.of_indices(indices, kv, batch)[:, 0])
+    q, sink, kv = formula.of_queries(q, batch), formula.of_queries(sink, batch), formula.of_tokens(kv, batch)
     out, largest, lse = mla_decode.attend(
         NAME, q[:, None], kv[:, None], table, lengths, sink, params=params, causal=False
     )
-    return out[:, 0], largest[..., 0], lse[..., 0]
+    return tuple(x.reshape(*batch, -1, *x.shape[1:]) for x in (out[:, 0], largest[..., 0], lse[..., 0]))
 
 
 def check_alignment(q: jax.Array, params) -> None:

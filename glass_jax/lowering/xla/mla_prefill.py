@@ -68,6 +68,76 @@ def mla_prefill(
     return _whole(out, batch, q_length, q.dtype), lse.reshape(batch, heads, -1)[..., :q_length]
 
 
+def mla_prefill_tangent(
+    d_q: jax.Array,
+    d_k: jax.Array,
+    d_v: jax.Array,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    out: jax.Array,
+    lse: jax.Array,
+    *segment_ids: jax.Array,
+    scale: float,
+    causal: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Tangents of ``out`` and ``lse``.
+
+    With p the probabilities and ds those of the scores, the tangent of lse is the sum of p ds over a query's keys, and
+    that of out (p ds) v + p dv, less out times the tangent of lse.
+
+    Args:
+      d_q: tangent of ``q``.
+      d_k: tangent of ``k``.
+      d_v: tangent of ``v``.
+      q: operand of :func:`mla_prefill`, like ``k``, ``v``, ``segment_ids``, ``scale`` and ``causal``.
+      k: see ``q``.
+      v: see ``q``.
+      out: its first result.
+      lse: its second result.
+      *segment_ids: see ``q``.
+      scale: see ``q``.
+      causal: see ``q``.
+    """
+    (batch, q_length, heads, _), dv = q.shape, v.shape[-1]
+    dtype = accumulator(q.dtype)
+    if not (q.size and k.size):
+        return jnp.zeros_like(out), jnp.zeros_like(lse)
+    blocks = _Blocks(q_length, k.shape[1], causal)
+
+    def head(operands):
+        q_head, d_q_head, lse_head, k_head, d_k_head, v_head, d_v_head, *ids = operands
+
+        def of_queries(block):
+            q_block, d_q_block = _read(q_head, block, q.dtype), _read(d_q_head, block, q.dtype)
+
+            def of_keys(step, sums):
+                total, values = sums
+                k_block, d_k_block = _read(k_head, step, k.dtype), _read(d_k_head, step, k.dtype)
+                p = jnp.exp(blocks.scores(q_block, k_block, scale, block, step, ids) - lse_head[block][:, None])
+                ds = p * (_dot(d_q_block, k_block, (1, 1)) + _dot(q_block, d_k_block, (1, 1))) * scale
+                values += _dot(ds.astype(v.dtype), _read(v_head, step, v.dtype), (1, 0))
+                values += _dot(p.astype(v.dtype), _read(d_v_head, step, v.dtype), (1, 0))
+                return total + ds.sum(-1), values
+
+            start = jnp.zeros(blocks.queries, dtype), jnp.zeros((blocks.queries, dv), dtype)
+            return lax.fori_loop(0, blocks.key_blocks(block), of_keys, start)
+
+        return lax.map(of_queries, jnp.arange(blocks.query_count))
+
+    operands = (
+        blocks.of_queries(q),
+        blocks.of_queries(d_q),
+        blocks.rows(lse, jnp.inf),
+        *map(blocks.of_keys, (k, d_k, v, d_v)),
+        *blocks.of_ids(segment_ids, heads),
+    )
+    d_lse, values = lax.map(head, operands)
+    d_lse = d_lse.reshape(batch, heads, -1)[..., :q_length]
+    d_out = _whole(values, batch, q_length, dtype) - out * jnp.swapaxes(d_lse, 1, 2)[..., None]
+    return d_out.astype(out.dtype), d_lse
+
+
 def mla_prefill_backward(
     q: jax.Array,
     k: jax.Array,
