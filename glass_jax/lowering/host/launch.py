@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 import json
 import os
+import pathlib
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -91,27 +92,57 @@ def run(
         inputs = [i for i, argument in enumerate(made.arguments) if not argument.output]
     given = dict(zip(inputs, operands, strict=True))
     arrays = [_array(argument, given.get(i)) for i, argument in enumerate(made.arguments)]
-    parameters = (_Buffer * len(made.launch_order))()
-    for slot, position in enumerate(made.launch_order):
-        argument, array = made.arguments[position], arrays[position]
-        fresh = argument.output and position not in given
-        parameters[slot] = _Buffer(argument.name.encode(), array.ctypes.data, array.nbytes, int(fresh))
+    parameters = []
+    for position in made.launch_order:
+        argument = made.arguments[position]
+        parameters.append((argument.name, arrays[position], argument.output and position not in given))
+    library = build.kernel_library(made.source, made.entry)
+    _, findings = launch(library, parameters, made.block_dim, made.dynamic_ub_bytes, policy=policy, checks=checks)
+    return [array for array, argument in zip(arrays, made.arguments, strict=True) if argument.output], findings
+
+
+def launch(
+    library: pathlib.Path,
+    parameters: Sequence[tuple[str, np.ndarray, bool]],
+    blocks: int,
+    dynamic_ub_bytes: int = 0,
+    *,
+    policy: Policy = POLICIES[0],
+    checks: int = EVERYTHING,
+    threads: int | None = None,
+) -> tuple[bool, list[dict]]:
+    """Launches a kernel's library on arrays, in place.
+
+    Args:
+      library: what ``build.kernel_library`` made.
+      parameters: of the generated function, in its order: name, array, and whether no byte of it counts as written.
+      blocks: number of blocks.
+      dynamic_ub_bytes: unified buffer to reserve.
+      policy: the order of the pipes.
+      checks: what to look for.
+      threads: blocks that run at a time; default: the machine's cores. Nothing depends on it.
+
+    Returns:
+      Whether the kernel ran to its end, and the findings.
+    """
+    buffers = (_Buffer * len(parameters))(
+        *(_Buffer(name.encode(), array.ctypes.data, array.nbytes, int(fresh)) for name, array, fresh in parameters)
+    )
     findings: list[dict] = []
-    launch = _Launch(
+    request = _Launch(
         abi=_ABI,
-        buffers=parameters,
-        num_buffers=len(parameters),
-        block_dim=made.block_dim,
-        dynamic_ub_bytes=made.dynamic_ub_bytes,
+        buffers=buffers,
+        num_buffers=len(buffers),
+        block_dim=blocks,
+        dynamic_ub_bytes=dynamic_ub_bytes,
         policy=policy.number,
         seed=policy.seed,
         checks=checks,
-        threads=os.cpu_count() or 1,
+        threads=threads or os.cpu_count() or 1,
         report=_Report(lambda _, finding: findings.append(json.loads(finding))),
     )
-    library = ctypes.CDLL(str(build.kernel_library(made.source, made.entry)))
-    library.glass_host_launch(ctypes.byref(launch))
-    return [array for array, argument in zip(arrays, made.arguments, strict=True) if argument.output], findings
+    status = ctypes.CDLL(str(library)).glass_host_launch(ctypes.byref(request))
+    return status == 0, findings
 
 
 def check_launchable(made: artifact.Artifact) -> None:

@@ -1,153 +1,40 @@
 """Small pieces of Ascend C, written by hand and run by the host runtime: many in one kernel, one in each block."""
 
-import ctypes
 import dataclasses
-import hashlib
-import importlib.util
-import json
 import pathlib
-import subprocess
-import tempfile
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from glass_jax.lowering import cache
-from glass_jax.lowering.host import adapt
+from glass_jax.lowering.host import build
+from glass_jax.lowering.host import launch as launching
 
-RUNTIME = pathlib.Path(adapt.__file__).parent / "runtime"
-TEMPLATES = pathlib.Path(importlib.util.find_spec("tilelang").submodule_search_locations[0]) / "src"
-FLAGS = (
-    "-std=c++20",
-    "-march=native",
-    "-ffp-contract=off",
-    "-fno-strict-aliasing",
-    "-fPIC",
-    "-fvisibility=hidden",
-    "-Wno-psabi",
-    "-O1",
-)
-
-RACES, BOUNDS, UNWRITTEN = 1, 2, 4
-POLICIES = range(4)
-
-
-class _Buffer(ctypes.Structure):
-    _fields_ = (
-        ("name", ctypes.c_char_p),
-        ("data", ctypes.c_void_p),
-        ("bytes", ctypes.c_uint64),
-        ("result", ctypes.c_uint32),
-    )
-
-
-_Report = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_char_p)
-
-
-class _Launch(ctypes.Structure):
-    _fields_ = (
-        ("abi", ctypes.c_uint32),
-        ("buffers", ctypes.POINTER(_Buffer)),
-        ("num_buffers", ctypes.c_uint32),
-        ("block_dim", ctypes.c_uint32),
-        ("dynamic_ub_bytes", ctypes.c_uint32),
-        ("policy", ctypes.c_uint32),
-        ("seed", ctypes.c_uint64),
-        ("checks", ctypes.c_uint32),
-        ("threads", ctypes.c_uint32),
-        ("report", _Report),
-        ("context", ctypes.c_void_p),
-    )
+POLICIES = [policy for policy in launching.POLICIES if policy.seed == 0]
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     """What a launch returned and found."""
 
-    status: int
+    ended: bool
     findings: list[dict]
 
     def rules(self, block: int | None = None) -> set[str]:
         return {f["rule"] for f in self.findings if block is None or f.get("block") == block}
 
 
-def _run(command: Sequence[object]) -> None:
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[:4000]
-
-
-def _runtime() -> pathlib.Path:
-    """The folder with the runtime's library and precompiled header."""
-    files = sorted(p for p in RUNTIME.rglob("*") if p.is_file())
-    key = hashlib.sha256(b"".join(p.read_bytes() for p in files) + repr(FLAGS).encode()).hexdigest()[:16]
-    folder = cache.cache_dir() / f"host-snippets-{key}"
-    if not folder.exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent) as made:
-            work = pathlib.Path(made) / "runtime"
-            work.mkdir()
-            for source in RUNTIME.glob("*.cc"):
-                _run(["g++", *FLAGS, "-fvisibility=default", "-O3", "-c", source, "-o", work / f"{source.stem}.o"])
-            library = work / f"libglass_host_{key}.so"
-            _run(
-                [
-                    "g++",
-                    "-shared",
-                    *work.glob("*.o"),
-                    "-o",
-                    library,
-                    "-pthread",
-                    "-Wl,-z,defs",
-                    f"-Wl,-soname,{library.name}",
-                ]
-            )
-            header = work / "kernel.h.gch"
-            _run(
-                ["g++", *FLAGS, "-x", "c++-header", "-I", RUNTIME, "-I", TEMPLATES, RUNTIME / "kernel.h", "-o", header]
-            )
-            try:
-                work.rename(folder)
-            except OSError:
-                assert folder.exists()  # another process was faster
-    return folder
-
-
-def compiled(source: str) -> ctypes.CDLL:
-    """A kernel's shared object, compiled once for each source and runtime."""
-    folder = _runtime()
-    text = adapt.translation_unit(source)
-    key = hashlib.sha256(text.encode()).hexdigest()[:16]
-    library = folder / f"{key}.so"
-    if not library.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as made:
-            unit, result = pathlib.Path(made) / "kernel.cc", pathlib.Path(made) / "kernel.so"
-            unit.write_text(text)
-            runtime = next(folder.glob("libglass_host_*.so"))
-            link = ["-L", folder, f"-l:{runtime.name}", f"-Wl,-rpath,{folder}", "-Wl,-z,defs"]
-            _run(["g++", *FLAGS, "-shared", "-I", folder, "-I", RUNTIME, "-I", TEMPLATES, unit, "-o", result, *link])
-            result.rename(library)
-    return ctypes.CDLL(str(library))
+def compiled(source: str) -> pathlib.Path:
+    """A kernel's library, compiled once for each source and runtime."""
+    return build.kernel_library(source, "snippets")
 
 
 def launch(
-    library: ctypes.CDLL,
-    arguments: Mapping[str, np.ndarray],
-    results: Sequence[str],
-    blocks: int,
-    *,
-    policy: int = 0,
-    seed: int = 0,
-    checks: int = RACES | BOUNDS | UNWRITTEN,
-    threads: int = 1,
+    library: pathlib.Path, arguments: Mapping[str, np.ndarray], results: Sequence[str], blocks: int, **options: Any
 ) -> Outcome:
     """Runs a kernel on arrays, in place; scalars are arrays of one element."""
-    buffers = (_Buffer * len(arguments))(
-        *(_Buffer(name.encode(), a.ctypes.data, a.nbytes, name in results) for name, a in arguments.items())
-    )
-    findings: list[dict] = []
-    report = _Report(lambda _, text: findings.append(json.loads(text)))
-    request = _Launch(1, buffers, len(arguments), blocks, 0, policy, seed, checks, threads, report, None)
-    return Outcome(library.glass_host_launch(ctypes.byref(request)), findings)
+    parameters = [(name, array, name in results) for name, array in arguments.items()]
+    return Outcome(*launching.launch(library, parameters, blocks, **options))
 
 
 IN_BYTES, OUT_BYTES, OUT_OFFSET = 32768, 65536, 65536
@@ -199,6 +86,6 @@ def run_regions(regions: Mapping[str, tuple[np.ndarray, str]]) -> dict[str, np.n
         regions="\n".join(texts), calls="\n".join(calls), out=OUT_OFFSET, inputs=IN_BYTES, outputs=OUT_BYTES
     )
     y = np.zeros((len(regions), OUT_BYTES), np.uint8)
-    outcome = launch(compiled(text), {"x": x, "y": y}, ["y"], len(regions), checks=RACES | BOUNDS)
-    assert outcome.status == 0 and not outcome.findings, outcome
+    outcome = launch(compiled(text), {"x": x, "y": y}, ["y"], len(regions), checks=launching.RACES | launching.BOUNDS)
+    assert outcome.ended and not outcome.findings, outcome
     return dict(zip(regions, y, strict=True))

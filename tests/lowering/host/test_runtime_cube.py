@@ -251,7 +251,7 @@ def results():
     for policy in snippets.POLICIES:
         y = np.full((len(SNIPPETS), AREA), 0xEE, np.uint8)
         outcome = snippets.launch(library, {"x": x, "y": y}, ["y"], len(SNIPPETS), policy=policy)
-        assert outcome.status == 0 and not outcome.findings, outcome
+        assert outcome.ended and not outcome.findings, outcome
         outcomes.append(y)
     assert all((y == outcomes[0]).all() for y in outcomes), "policies differ"
     return dict(zip(SNIPPETS, outcomes[0], strict=True))
