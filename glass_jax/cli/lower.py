@@ -22,7 +22,7 @@ from glass_jax.primitives.gemm import ACTIVATIONS, gemm
 SUMMARY = "Generate a kernel's Ascend C, or show and verify what it does."
 
 _DTYPES = ("float32", "float16", "bfloat16", "int8", "int32", "float8_e4m3fn", "float8_e5m2")
-_VIOLATIONS = 1  # exit code of --verify when it finds something
+_VIOLATIONS = 1  # exit code of --verify and --run when they find something
 
 _DESCRIPTION = """\
 Generates the Ascend C of a kernel and prints it, with no NPU and no CANN.
@@ -41,7 +41,7 @@ examples:
   {prog} kernels.py:add --dry-run
   {prog} kernels.py:matmul M=1024 N=1024 block=128 --verify
 
-exit codes: 0 done, 1 --verify found violations, 2 the command cannot be carried out"""
+exit codes: 0 done, 1 --verify or --run found violations, 2 the command cannot be carried out"""
 
 
 def help_text(prog: str) -> dict[str, Any]:
@@ -64,6 +64,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print the program and its memory map, write nothing")
     parser.add_argument(
         "--verify", action="store_true", help="check against the chip's limits; exit code 1 if any is broken"
+    )
+    parser.add_argument(
+        "--run",
+        action="store_true",
+        help="execute the generated code on this machine, on made-up operands, under several orders of its pipes; exit "
+        "code 1 if it goes wrong",
     )
     parser.add_argument(
         "--output", metavar="DIR", type=pathlib.Path, help="write NAME.asc and NAME.json (how to launch it) here"
@@ -135,11 +141,12 @@ def _kernels(args: argparse.Namespace, chip: str) -> tuple[collect.Found, ...]:
 
 def _run(args: argparse.Namespace) -> int:
     chip = chips.get(args.target or config.current().chip)
-    generating = not args.dry_run and (args.output is not None or not args.verify)
+    generating = not args.dry_run and (args.output is not None or not (args.verify or args.run))
     kernels = _kernels(args, chip.name if generating else collect.stand_in(chip))
     if args.dry_run:
         print("\n\n".join(_report(kernel, chip) for kernel in kernels))
-    if args.verify and _verify(kernels, chip):
+    # Both, so that a kernel with several faults is told of all.
+    if sum([args.verify and _verify(kernels, chip), args.run and _executed(kernels)]):
         return _VIOLATIONS
     if generating and args.output is not None:
         for kernel in kernels:
@@ -164,6 +171,19 @@ def _verify(kernels: tuple[collect.Found, ...], chip: chips.Chip) -> bool:
     names = ", ".join(kernel.program.name for kernel in kernels)
     written = "" if chip.has_generator else f" (as written for {collect.REFERENCE_CHIP})"
     print(f"{names} on {chip.name}{written}: violations: {len(found)} ({len(verifier.RULES)} rules)")
+    return bool(found)
+
+
+def _executed(kernels: tuple[collect.Found, ...]) -> bool:
+    """Prints what goes wrong when the generated code is executed; whether anything does."""
+    from glass_jax.lowering.host import check, launch
+
+    found = [violation for kernel in kernels for violation in check.of_kernel(kernel.compiled())]
+    for violation in found:
+        print(violation)
+    names = ", ".join(kernel.compiled().entry for kernel in kernels)
+    orders = ", ".join(policy.name for policy in launch.POLICIES)
+    print(f"{names} executed on this machine ({orders}): violations: {len(found)}")
     return bool(found)
 
 

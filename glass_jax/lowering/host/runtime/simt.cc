@@ -33,6 +33,7 @@ struct Thread {
   uint64_t value;
   int argument;
   Type type;
+  bool unwritten = false;  // whether what it stores next may depend on bytes of UB that nobody wrote
 };
 
 // The region that runs.
@@ -197,13 +198,26 @@ void* element(const void* at, size_t size, Access access) {
   const bool in_ub = address < (1u << 20) || (address >= base && address < base + kBytes[ub]);
   const Bytes bytes = in_ub ? on_chip(ub, at, size, access) : in_global(at, size, access);
   if (here.pipe == kScalar) ++here.core->pipe[kScalar].issued;
-  if (access != Access::kWrite && bytes.unwritten != nullptr) {
+  if (bytes.unwritten == nullptr) return bytes.data;
+  // Threads compute whole tiles, also where nothing was loaded and nothing will be stored: as for registers of vectors,
+  // what was not written counts where it reaches global memory. The next store of a thread that read it depends on it.
+  Thread* thread = region == nullptr ? nullptr : &region->threads[region->current];
+  const bool follows = in_ub && thread != nullptr && access != Access::kAtomic;
+  if (follows && access == Access::kRead) {
+    thread->unwritten |= std::memchr(bytes.unwritten, 1, size) != nullptr;
+    return bytes.data;
+  }
+  if (access != Access::kWrite || (thread != nullptr && thread->unwritten && !in_ub)) {
     const InArray place =
         in_ub ? InArray{0, static_cast<int64_t>(address < base ? address : address - base), true} : locate(at, size);
     const char* memory = in_ub ? name_of(ub) : here.block->launch->request->buffers[place.buffer].name;
-    check_written(bytes, size, memory, place.offset, "reads what nobody wrote:");
+    if (access == Access::kWrite) std::memset(bytes.unwritten, 1, size);
+    const char* does = access == Access::kWrite ? "stores what depends on bytes that nobody wrote:" : "reads what nobody wrote:";
+    check_written(bytes, size, memory, place.offset, does);
   }
-  if (access != Access::kRead) mark_written(bytes, size);
+  if (access == Access::kRead) return bytes.data;
+  std::memset(bytes.unwritten, follows && thread->unwritten, size);
+  if (thread != nullptr) thread->unwritten = false;
   return bytes.data;
 }
 
