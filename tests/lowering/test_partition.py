@@ -15,7 +15,8 @@ ROWS = partition.Dimensions("r d, r d -> r d, r", parallel="r d")
         (GEMM, (P(), P()), (P(None, None, None), P(None, None)), (P(None, None, None),), ((),)),
         (GEMM, (P("x", "y", None), P(None, "z")), (P("x", "y", None), P(None, "z")), (P("x", "y", "z"),), ((),)),
         (GEMM, (P(None, None, "x"), P()), (P(None, None, "x"), P("x", None)), (P(None, None, None),), (("x",),)),
-        (GEMM, (P(), P(("x", "y"))), (P(None, None, ("x", "y")), P(("x", "y"), None)), (P(*[None] * 3),), (("x", "y"),)),
+        (GEMM, (P(), P(("x", "y"))), (P(None, None, ("x", "y")), P(("x", "y"), None)), (P(None, None, None),),
+         (("x", "y"),)),
         # An axis goes to the first dimension that has it: of one operand or of several, alone or among others.
         (GEMM, (P(None, "x", None), P(None, "x")), (P(None, "x", None), P(None, None)), (P(None, "x", None),), ((),)),
         (GEMM, (P("x", None, "x"), P("x", "y")), (P("x", None, None), P(None, "y")), (P("x", None, "y"),), ((),)),

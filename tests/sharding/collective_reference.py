@@ -60,8 +60,8 @@ def call(collective: str, x: jax.Array, axis: str | tuple[str, ...], ranks: int,
 def cases(ranks: int, *, xla: bool = False) -> list[tuple[str, str]]:
     """Every collective with every algorithm that is defined for the number of ranks.
 
-    Above 12 ranks, to compile less: all-reduce stands for the gathering and scattering that it consists of, and pairwise
-    exchange, whose program grows with the ranks, is left out.
+    Above 12 ranks, to compile less: all-reduce stands for the gathering and scattering that it consists of, and the
+    pairwise exchange, whose program grows with the ranks, is left out.
     """
     found = []
     for collective, known in algorithms.ALGORITHMS.items():
