@@ -14,11 +14,11 @@ from glass_jax.hw import memory as mem
 from glass_jax.hw.chips import Chip
 from glass_jax.hw.ir import program as ir
 from glass_jax.hw.ir.program import Allocation
-from glass_jax.hw.rules import bounds, copies, cube, sync
+from glass_jax.hw.rules import bounds, copies, cube, names, sync
 from glass_jax.hw.rules import memory as memory_rules
 from glass_jax.hw.rules.base import Rule, Subject, Violation
 
-RULES: tuple[Rule, ...] = (*memory_rules.RULES, *bounds.RULES, *cube.RULES, *copies.RULES, *sync.RULES)
+RULES: tuple[Rule, ...] = (*memory_rules.RULES, *bounds.RULES, *cube.RULES, *copies.RULES, *names.RULES, *sync.RULES)
 _OVERFLOWS = ("memory-overflow", "l0-overflow")
 
 

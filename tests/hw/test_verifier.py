@@ -63,6 +63,43 @@ def wide(rows):
     return load_rows(992, width=1024, rows=rows)
 
 
+def part_of_a(start, rows=128, lead=()):
+    """A product of a part of an operand in L1."""
+    a, b = buffer("a", Space.L1, (*lead, 128, 256)), buffer("b", Space.L1, (64, 64))
+    c = buffer("c", Space.L0C, (rows, 64), "float32")
+    starts = tuple(ir.Const(at, "int32") if isinstance(at, int) else at for at in start)
+    part = whole(a, starts, (*(1 for _ in lead), rows, 64))
+    return program(
+        (a, b, c), (ir.Gemm(part, whole(b), whole(c), False, True, ir.Const(True, "bool"), loc="user.py:3"),)
+    )
+
+
+def rows_of_c(rows, columns=64, cut="both"):
+    """Stores some rows of a tile in L0C of 128."""
+    c, out = buffer("c", Space.L0C, (128, columns), "float32"), buffer("out", Space.GM, (128, columns), "float32")
+    part = whole(c, extents=(128 if cut == "destination" else rows, columns))
+    return transfer(c, out, part, whole(out, extents=(rows, columns)))
+
+
+def two_products(first, second, through_ub=False):
+    """Two products of these depths; the second's operand comes from the vector units or from GM."""
+    packed, c = buffer("packed", Space.UB, (64, second)), buffer("c", Space.L0C, (64, 128), "float32")
+    tiles = [
+        buffer(f"{name}{k}", Space.L1, (rows, k)) for k in (first, second) for name, rows in (("a", 64), ("b", 128))
+    ]
+    tiles = [dataclasses.replace(tile, name=f"t{i}", storage=f"t{i}") for i, tile in enumerate(tiles)]
+    true = ir.Const(True, "bool")
+    products = [ir.Gemm(whole(a), whole(b), whole(c), False, True, true) for a, b in (tiles[:2], tiles[2:])]
+    between = [ir.Copy(whole(packed), whole(tiles[2]))] if through_ub else []
+    return program((packed, c, *tiles), (products[0], *between, products[1]))
+
+
+def counted(name, beside="u"):
+    """A loop over a variable, beside a buffer in UB."""
+    ub = buffer(beside, Space.UB, (16,))
+    return program((ub,), (ir.For(ir.Var(name), ZERO, ir.Const(4, "int32"), "serial", (), loc="user.py:3"),))
+
+
 def thin(k):
     """A product of L0 tiles that are deep and have 16 rows."""
     return product(m=16, n=16, k=k, spaces=(Space.L0A, Space.L0B, Space.L0C))
@@ -140,6 +177,16 @@ CASES = [
     ("gemm-dtype", product(acc="float16"), product(acc="float32")),
     ("gemm-space", product(spaces=(L1, L0B, L0C)), product(spaces=(L0A, L0B, L0C))),
     ("gemm-space", product(spaces=(L1, L1, UB)), product(spaces=(L1, L1, L0C))),
+    ("sliced-product", part_of_a(start=(0, 64)), part_of_a(start=(0, 0))),
+    ("sliced-product", part_of_a(start=(0, ir.Var("k"))), part_of_a(start=(ir.Var("k"), 0, 0), lead=(4,))),
+    ("sliced-product", part_of_a(start=(0, 0), rows=64), part_of_a(start=(0, 0), rows=128)),
+    ("partial-l0c-copy", rows_of_c(112), rows_of_c(113)),
+    ("partial-l0c-copy", rows_of_c(ir.Var("rows")), rows_of_c(ir.Var("rows"), cut="destination")),
+    ("partial-l0c-copy", rows_of_c(16), rows_of_c(16, columns=16)),
+    ("product-slots", two_products(192, 128), two_products(128, 128)),
+    ("product-slots", two_products(128, 192), two_products(128, 192, through_ub=True)),
+    ("reserved-name", counted("new"), counted("newer")),
+    ("reserved-name", counted("new_1", beside="new"), counted("new_1")),
     ("copy-path", between(GM, L0A), between(GM, L1)),
     ("copy-path", between(L1, GM), between(L0C, GM)),
     ("copy-path", between(GM, GM), between(UB, GM)),

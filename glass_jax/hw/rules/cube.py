@@ -11,6 +11,9 @@ from glass_jax.hw.rules.base import Findings, Rule, Subject
 MAX_EXTENT = 4095  # m, n and k of one instruction
 
 
+L0_BYTES = 65536  # of L0A and of L0B, as TileLang divides them
+
+
 def _extents(gemm: ir.Gemm) -> dict[str, int | None]:
     """m, n and k of a product, by the regions of its operands."""
     rows, depth = gemm.a.extents[-2:] if not gemm.transpose_a else gemm.a.extents[:-3:-1]
@@ -89,6 +92,91 @@ def _places(subject: Subject) -> Findings:
             )
 
 
+# --- what TileLang makes of products and of copies of their results ------------------------------------------------
+
+
+def _from_l1(subject: Subject, gemm: ir.Gemm) -> bool:
+    return {subject.buffer(gemm.a).space, subject.buffer(gemm.b).space} == {Space.L1}
+
+
+def _sliced(subject: Subject) -> Findings:
+    for gemm in subject.of(ir.Gemm):
+        for region in (gemm.a, gemm.b) if _from_l1(subject, gemm) else ():
+            buffer = subject.buffer(region)
+            rows = mem.static(buffer.shape[-2]) if len(buffer.shape) > 1 else None
+            whole_rows = mem.static(region.extents[-2]) == rows if len(region.extents) > 1 else True
+            beyond = mem.static(region.starts[-1]) != 0
+            if beyond or not whole_rows:
+                what = "begins behind its first column" if beyond else f"has not all of its {rows} rows"
+                message = (
+                    f"the operand {region.buffer} in L1 {what}; the code reads from its beginning, as if it were whole"
+                )
+                remedy = (
+                    "Give each part a tile of its own ([parts, rows, columns], indexed by the part), or copy it to L0"
+                )
+                yield gemm.loc, message, remedy
+
+
+def _partial(subject: Subject) -> Findings:
+    for copy in subject.transfers:
+        buffer = subject.buffer(copy.src)
+        if buffer.space is not Space.L0C or len(buffer.shape) < 2:
+            continue
+        rows = mem.static(buffer.shape[-2])
+        taken, wide = (mem.static(extent) for extent in copy.src.extents[-2:])
+        if rows is None or (wide is not None and wide <= CUBE_M):
+            continue  # one column of blocks: no distance to the next
+        if taken is None or -(-taken // CUBE_M) != -(-rows // CUBE_M):
+            number = "some" if taken is None else taken
+            message = f"{number} of {rows} rows of {buffer.name} leave L0C; the code takes the next block of columns "
+            message += "from as many rows on"
+            remedy = "Copy from the whole tile and cut the destination: T.copy(c, y[m : m + rows, n : n + columns])"
+            yield copy.loc, message, remedy
+
+
+def _slots(subject: Subject, gemm: ir.Gemm) -> tuple[int, int, int] | None:
+    """How many parts L0 has for a product of operands in L1, and bytes of each in L0A and in L0B; None if unknown."""
+    extents = _extents(gemm)
+    if None in extents.values() or 0 in extents.values():
+        return None
+    m, n, k = (extents[name] for name in "mnk")
+    bits = mem.bits(subject.buffer(gemm.a).dtype)
+    block = C0_BYTES * 8 // bits
+    depth = min(L0_BYTES // 2 * 8 // (max(m, n) * bits), k) // block * block
+    while depth > block and k % depth:
+        depth -= block
+    if depth <= 0 or k % depth:
+        return None
+    return min(k // depth, 2), m * depth * bits // 8, n * depth * bits // 8
+
+
+def _collide(one: tuple[int, int, int], other: tuple[int, int, int]) -> bool:
+    """Whether a part of one product lies where a part of another number does of the other."""
+    return any(
+        i != j and i * one[side] < (j + 1) * other[side] and j * other[side] < (i + 1) * one[side]
+        for side in (1, 2)
+        for i in range(one[0])
+        for j in range(other[0])
+    )
+
+
+def _product_slots(subject: Subject) -> Findings:
+    before, filled = None, set()
+    for stmt in subject.statements:
+        if isinstance(stmt, ir.Copy) and subject.buffer(stmt.src).space is Space.UB:
+            filled.add(stmt.dst.buffer)
+        elif isinstance(stmt, ir.Gemm) and _from_l1(subject, stmt):
+            ordered = {stmt.a.buffer, stmt.b.buffer} & filled
+            slots = _slots(subject, stmt)
+            if before is not None and slots is not None and not ordered and _collide(before, slots):
+                message = (
+                    f"the product before has parts of {before[1]} bytes in L0A and {before[2]} in L0B, this one of "
+                    f"{slots[1]} and {slots[2]}: they overlap under different locks"
+                )
+                yield stmt.loc, message, "Give both the same tiles, or copy the operands to L0 and multiply there"
+            before, filled = slots, set()
+
+
 RULES = (
     Rule("gemm-tile", "The cube computes 16 x 16 x 32 bytes; other extents read what stands beside the tile.", _tile),
     Rule("gemm-extent", "The m, n and k of an instruction are 12-bit numbers.", _largest),
@@ -97,6 +185,21 @@ RULES = (
         "gemm-dtype",
         "The cube has one data path for each pair of types it takes, and one accumulator type for each.",
         _types,
+    ),
+    Rule(
+        "sliced-product",
+        "TileLang drops where an operand in L1 begins within its rows, and takes its rows for all.",
+        _sliced,
+    ),
+    Rule(
+        "partial-l0c-copy",
+        "Blocks of 16 columns of a tile in L0C stand as many rows apart as the tile has; TileLang takes those copied.",
+        _partial,
+    ),
+    Rule(
+        "product-slots",
+        "TileLang divides L0A and L0B for each product anew, under the same two locks.",
+        _product_slots,
     ),
     Rule("gemm-space", "The cube reads L0A and L0B, through L1, and writes L0C.", _places),
 )

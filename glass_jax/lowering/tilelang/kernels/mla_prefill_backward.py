@@ -15,11 +15,13 @@ from typing import Any
 
 from glass_jax import errors
 from glass_jax.hw.ir.program import Space
+from glass_jax.lowering import tiling
 from glass_jax.lowering.tilelang.kernels import attention_tiles as tiles
 from glass_jax.lowering.tilelang.kernels.attention_tiles import COLUMNS, Room
 from glass_jax.lowering.tiling import LANES
 
 OWN = 64  # rows of a block
+L0B_HALF = 32768  # bytes of one of two versions in L0B
 ROWS = OWN // 2  # of a vector unit
 OF = ("queries", "keys")
 
@@ -202,6 +204,12 @@ class MlaPrefillBackwardKernel:
 
         return backward
 
+    @property
+    def _depth(self) -> int:
+        """How deep the parts of a product are, a divisor of all depths: two versions of the widest operand fit L0B."""
+        most = L0B_HALF // (max(COLUMNS, self.d, self.dv) * tiling.itemsize(self.dtype))
+        return math.gcd(self.d, min(64, 1 << most.bit_length() - 1))
+
     def _walk(self, versions: dict[str, int]) -> Any:
         """The kernel as a macro of its parameters, None where there is no such one."""
         import tilelang.ascend.language as T
@@ -210,6 +218,7 @@ class MlaPrefillBackwardKernel:
         dtype, d, dv, heads, of_keys, segments = self.dtype, self.d, self.dv, self.heads, self.of_keys, self.segments
         reach, hide = self._reach()
         gradients = _gradients(dtype, self.scale, of_keys)
+        multiply = _product(self._depth)
 
         @T.macro
         def walk(rows, rows_v, others, others_v, sums, ids, d_rows, d_rows_v):
@@ -219,6 +228,8 @@ class MlaPrefillBackwardKernel:
                 others_v_l1 = T.alloc_l1((COLUMNS, dv), dtype)
                 turned_l1 = T.alloc_l1((d, COLUMNS), dtype)
                 ds_l1 = T.alloc_l1((OWN, COLUMNS), dtype)
+                l0a = T.alloc_l0a((OWN, self._depth), dtype)
+                l0b = T.alloc_l0b((max(COLUMNS, d, dv), self._depth), dtype)
                 s_l0c = T.alloc_l0c((OWN, COLUMNS), "float32")
                 dp_l0c = T.alloc_l0c((OWN, COLUMNS), "float32")
                 d_rows_l0c = T.alloc_l0c((OWN, d), "float32")
@@ -238,7 +249,8 @@ class MlaPrefillBackwardKernel:
                     "dp_l0c": dp_l0c, "s": s, "dp": dp, "ds": ds, "p": p, "turned_v_l1": turned_v_l1,
                     "ds_l1": ds_l1, "p_l1": p_l1, "sums_ub": sums_ub, "other_ids": other_ids,
                 }  # fmt: skip
-                T.annotate_buffer_versions({buffers[name]: count for name, count in versions.items()})
+                counts = {buffers[name]: count for name, count in versions.items()}
+                T.annotate_buffer_versions(counts | {l0a: 2, l0b: 2})
                 head = block // self.own_tiles  # of all heads of the batch
                 b, left, left_v = head // heads, head % heads * d, head % heads * dv
                 own = block % self.own_tiles * OWN
@@ -252,7 +264,9 @@ class MlaPrefillBackwardKernel:
                         if segments:
                             T.dual_copy(ids[b : b + 1, own : own + OWN], own_ids)
                 first, steps = reach(own)
-                for step in T.Pipelined(steps, num_stages=2):
+                # The scheduler does not see by itself that the first part of a product clears its sums.
+                eligible = [tile for tile in (s_l0c, dp_l0c) if counts[tile] == 2]
+                for step in T.Pipelined(steps, num_stages=2, annotations={"multi_buffer_eligible": eligible}):
                     other = (first + step) * COLUMNS
                     end = other + COLUMNS
                     with T.Task():
@@ -262,9 +276,8 @@ class MlaPrefillBackwardKernel:
                         T.copy(others_v[b, other:end, left_v : left_v + dv], others_v_l1)
                         if of_keys:
                             T.copy(others_v[b, other:end, left_v : left_v + dv], turned_v_l1, transpose=True)
-                    with T.Task():
-                        T.gemm(rows_l1, others_l1, s_l0c, transpose_B=True, clear_accum=True)
-                        T.gemm(rows_v_l1, others_v_l1, dp_l0c, transpose_B=True, clear_accum=True)
+                    multiply(rows_l1, others_l1, s_l0c, l0a, l0b, 0)
+                    multiply(rows_v_l1, others_v_l1, dp_l0c, l0a, l0b, 0)
                     with T.Task():
                         T.dual_copy(s_l0c, s)
                         T.dual_copy(dp_l0c, dp)
@@ -281,10 +294,9 @@ class MlaPrefillBackwardKernel:
                         T.dual_copy(ds[0:ROWS, 0:COLUMNS], ds_l1)
                         if of_keys:
                             T.dual_copy(p[0:ROWS, 0:COLUMNS], p_l1)
-                    with T.Task():
-                        T.gemm(ds_l1, turned_l1, d_rows_l0c, transpose_B=True, clear_accum=step == 0)
-                        if of_keys:
-                            T.gemm(p_l1, turned_v_l1, d_rows_v_l0c, transpose_B=True, clear_accum=step == 0)
+                    multiply(ds_l1, turned_l1, d_rows_l0c, l0a, l0b, step)
+                    if of_keys:
+                        multiply(p_l1, turned_v_l1, d_rows_v_l0c, l0a, l0b, step)
                 with T.Task():
                     T.copy(d_rows_l0c, d_rows[b, own : own + OWN, left : left + d])
                     if of_keys:
@@ -317,6 +329,26 @@ class MlaPrefillBackwardKernel:
         edges = causal or (not self.of_keys and self.k_length % COLUMNS > 0)
         limit = seen_from if self.of_keys else end
         return reach, tiles.hiding(ROWS, limit, after=self.of_keys, edges=edges, segments=self.segments)
+
+
+def _product(depth: int) -> Any:
+    """The macro ``multiply(a, b, c, l0a, l0b, before)``: c, cleared if ``before`` is 0, and a times b, transposed.
+
+    a and b lie in L1. All products of the kernel pass the same two buffers in L0, in parts of ``depth``: those of
+    T.gemm on operands in L1 each divide L0 by their own sizes, and one would overwrite what another still reads.
+    """
+    import tilelang.ascend.language as T
+
+    @T.macro
+    def multiply(a, b, c, l0a, l0b, before):
+        columns, k = int(b.shape[0]), int(b.shape[1])
+        for part in T.serial(k // depth):
+            with T.Task():
+                T.copy(a[0:OWN, part * depth : part * depth + depth], l0a)
+                T.copy(b[0:columns, part * depth : part * depth + depth], l0b[0:columns, 0:depth])
+            T.gemm(l0a, l0b[0:columns, 0:depth], c, transpose_B=True, clear_accum=before + part == 0)
+
+    return multiply
 
 
 def _gradients(dtype: str, scale: float, of_keys: bool) -> Any:
