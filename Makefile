@@ -9,13 +9,16 @@ PYTEST := $(RUN) -m pytest -n 2 --dist worksteal
 CODE := glass_jax models benchmarks tests
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all bench lint format clean
+.PHONY: help demo quick test test-all bench lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/installed ## train a small DeepSeek model, replay steps on the NPU model, export it for Ascend
 	$(RUN) -m models.train $(ARGS)
+
+quick: $(VENV)/installed ## run one case of each test that is not long, for the loop of a person at work
+	$(PYTEST) --quick -m "not slow" $(ARGS)
 
 test: $(VENV)/installed ## run the tests, without the slow sweeps
 	$(PYTEST) -m "not slow" $(ARGS)

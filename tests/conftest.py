@@ -21,6 +21,25 @@ hypothesis.settings.load_profile("repeatable")
 _QUICKLY_COMPILED = ("fusion", "models", "nn")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--quick", action="store_true", help="one case of each test that takes no longer than seconds")
+
+
+def pytest_collection_modifyitems(config, items):
+    """With ``--quick`` the first case of each test stays, of those that ``long_tests.txt`` does not name."""
+    if not config.option.quick:
+        return
+    seen = set((_ROOT / "tests" / "long_tests.txt").read_text().split())
+    kept = []
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        if name not in seen and item.get_closest_marker("slow") is None:
+            kept.append(item)
+        seen.add(name)
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = kept
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _quickly_compiled(request):
     folder = request.path.relative_to(_ROOT / "tests").parts[0]

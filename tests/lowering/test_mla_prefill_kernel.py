@@ -38,7 +38,7 @@ def value_and_gradients(shape):
     return fn
 
 
-@pytest.mark.parametrize("chip", ["950DT", "950PR"])
+@pytest.mark.parametrize("chip", ["950DT", pytest.param("950PR", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", shapes.SHAPES)
 def test_no_chip_of_its_kind_rejects_it(name, chip):
     shape = shapes.SHAPES[name]
@@ -52,7 +52,7 @@ def test_nor_its_gradient(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chip", ["950DT", "950PR"])
+@pytest.mark.parametrize("chip", ["950DT", pytest.param("950PR", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", shapes.SHAPES)
 def test_nor_any_gradient(name, chip):
     shape = shapes.SHAPES[name]

@@ -22,7 +22,7 @@ def kernel(**changes) -> PagedAttentionKernel:
     return PagedAttentionKernel(**(sizes | {"dtype": "bfloat16", "scale": 0.125} | changes))
 
 
-@pytest.mark.parametrize("chip", ["950DT", "950PR"])
+@pytest.mark.parametrize("chip", ["950DT", pytest.param("950PR", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SHAPES)
 def test_no_chip_of_its_kind_rejects_it(name, chip):
     f = jax.jit(lambda *args: glass.paged_attention(*args, implementation="npu_model"))

@@ -14,7 +14,7 @@ from glass_jax.lowering.tilelang.kernels.mla_decode import MlaDecodeKernel
 CHIP = "950DT"
 
 
-@pytest.mark.parametrize("chip", ["950DT", "950PR"])
+@pytest.mark.parametrize("chip", ["950DT", pytest.param("950PR", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", shapes.SHAPES)
 def test_no_chip_of_its_kind_rejects_it(name, chip):
     shape = shapes.SHAPES[name]

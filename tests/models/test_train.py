@@ -63,11 +63,13 @@ def test_every_token_has_its_experts(on_eight_devices):
     assert load.sum() == RECIPE.batch * RECIPE.length * SMALL.num_experts_per_tok
 
 
+@pytest.mark.slow
 def test_another_seed_is_another_run(corpus, on_one_device):
     other = trained(corpus, (1, 1, 1), dataclasses.replace(RECIPE, seed=1))
     assert not np.allclose(losses(other), losses(on_one_device), atol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_a_checkpoint_on_another_mesh(corpus, on_one_device, tmp_path):
     class StoppedError(Exception):
         pass
@@ -174,6 +176,7 @@ def test_relative_error():
     assert report.relative_error(np.zeros(3), np.zeros(3)) == 0
 
 
+@pytest.mark.slow
 def test_the_command_does_the_whole_job(tmp_path):
     command = [sys.executable, "-m", "models.train", "--steps", "3", "--batch", "8", "--length", "16"]
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}

@@ -9,6 +9,7 @@ import sys
 import time
 
 import numpy as np
+import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 LIMIT = 240.0
@@ -44,6 +45,7 @@ def losses(process: subprocess.Popen) -> tuple[np.ndarray, str]:
     return np.array([float.fromhex(text) for text in line.split()[1:]]), out
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_and_two_processes_train_alike(tmp_path):
     # All at once: what they mostly do is compile.
     whole, victim = start(tmp_path / "whole"), start(tmp_path / "killed")

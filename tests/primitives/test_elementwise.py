@@ -66,6 +66,6 @@ def test_rules():
     np.testing.assert_array_equal(out, relu_squared(x))
 
 
-@pytest.mark.parametrize("chip", ["950DT", "950PR"])
+@pytest.mark.parametrize("chip", ["950DT", pytest.param("950PR", marks=pytest.mark.slow)])
 def test_the_chips_take_it(chip):
     assert glass.verify(relu_squared, jax.ShapeDtypeStruct((4096, 2048), "bfloat16"), chip=chip) == []

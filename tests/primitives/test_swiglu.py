@@ -147,7 +147,7 @@ def test_shard_map(implementation):
 # --- on the chips --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chip", ["950DT", "950PR"])
+@pytest.mark.parametrize("chip", ["950DT", pytest.param("950PR", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("tokens", shapes.TOKENS)
 @pytest.mark.parametrize("width", shapes.WIDTHS)
 def test_the_chips_take_every_model_shape(width, tokens, chip):

@@ -205,7 +205,7 @@ def test_empty(shape, implementation):
 # --- on the chips --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chip", ["950DT", "950PR"])
+@pytest.mark.parametrize("chip", ["950DT", pytest.param("950PR", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_chips_take_every_model_shape(name, chip):
     shape = SHAPES[name]
