@@ -11,6 +11,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from glass_jax.lowering import sizes as symbols
+
 
 class Tiles(NamedTuple):
     """Tiles of at most ``block`` rows of one group, in the order of the rows.
@@ -41,7 +43,7 @@ def one_after_another(sizes: jax.Array, m: int) -> tuple[jax.Array, jax.Array]:
 
 def most_tiles(groups: int, m: int, block: int) -> int:
     """How many tiles ``groups`` groups of together ``m`` rows have at most."""
-    present = min(groups, m)
+    present = min(groups, m) if symbols.known(groups, m) else groups
     return present + (m - present) // block
 
 
@@ -53,10 +55,17 @@ def tiles(starts: jax.Array, ends: jax.Array, m: int, block: int) -> Tiles:
     last = jnp.cumsum(counts, dtype=jnp.int32)
     index = jnp.arange(batch * most_tiles(groups, m, block), dtype=jnp.int32)
     exists = index < last[-1]
-    pair = jnp.where(exists, jnp.searchsorted(last, index, side="right").astype(jnp.int32), 0)
+    pair = jnp.where(exists, _first_after(index, last), 0)
     row = jnp.where(exists, starts[pair] + (index - (last - counts)[pair]) * block, 0)
     rows = jnp.where(exists, jnp.minimum(ends[pair] - row, block), 0)
     return Tiles(pair // groups, pair % groups, row, rows, last[-1])
+
+
+def _first_after(index: jax.Array, last: jax.Array) -> jax.Array:
+    """For each of ``index`` the place of the first element of ``last``, in rising order, that is larger."""
+    if symbols.known(last.shape[0]):
+        return jnp.searchsorted(last, index, side="right").astype(jnp.int32)
+    return jnp.sum(last <= index[:, None], axis=1, dtype=jnp.int32)
 
 
 def belongs(starts: jax.Array, ends: jax.Array, m: int) -> jax.Array:

@@ -12,7 +12,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from glass_jax.lowering import partition
@@ -166,7 +165,7 @@ def _promoted(x: jax.Array, w: jax.Array, *vectors: jax.Array) -> list[jax.Array
 
 def _lead(operands, batch: int) -> tuple[int, ...]:
     """The batch dimensions of the result."""
-    return np.broadcast_shapes(*(operand.shape[:batch] for operand in operands))
+    return jnp.broadcast_shapes(*(operand.shape[:batch] for operand in operands))
 
 
 def _abstract_eval(name: str, tails: tuple[str, ...], *avals, params: Params) -> jax.ShapeDtypeStruct:

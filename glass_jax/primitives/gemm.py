@@ -13,7 +13,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.interpreters import ad
 
@@ -104,7 +103,7 @@ def gemm(
         lhs, rhs = lhs.astype(dtype), rhs.astype(dtype)
 
     try:
-        batch = np.broadcast_shapes(lhs.shape[:-2], rhs.shape[:-2])
+        batch = jnp.broadcast_shapes(lhs.shape[:-2], rhs.shape[:-2])
     except ValueError as error:
         raise errors.HardwareConstraintError(
             f"gemm: batch dimensions {lhs.shape[:-2]} of lhs and {rhs.shape[:-2]} of rhs do not broadcast"
@@ -219,7 +218,8 @@ def _jvp(primals, tangents, *, params: Params):
         terms.append(_product(lhs, rhs_dot, params))
     if bias_dot and not isinstance(bias_dot[0], ad.Zero):
         row, aval = jnp.expand_dims(bias_dot[0], -2).astype(params.out_dtype), jax.typeof(out)
-        spec = [entry if size > 1 else None for entry, size in zip(aval.sharding.spec, row.shape, strict=True)]
+        places = zip(aval.sharding.spec, aval.shape, row.shape, strict=True)
+        spec = [entry if size == full else None for entry, full, size in places]
         sharding = aval.sharding if axes.is_sharded(aval) else None
         terms.append(jnp.broadcast_to(axes.placed(row, jax.P(*spec)), out.shape, out_sharding=sharding))
     if not terms:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from glass_jax import errors
+from glass_jax.lowering import sizes
 from glass_jax.lowering.xla.gemm import accumulator
 from glass_jax.primitives import axes, checks
 
@@ -88,9 +89,11 @@ def _check(logits: jax.Array, bias: jax.Array | None, *, k: int, score: str, num
 
     given = {"logits": logits} if bias is None else {"logits": logits, "bias": bias}
     specs = {"logits": "... E", "bias": "E"}
-    sizes = checks.dimensions("moe_gate", **{name: (array, specs[name]) for name, array in given.items()})
+    extents = checks.dimensions("moe_gate", **{name: (array, specs[name]) for name, array in given.items()})
     checks.floats("moe_gate", **given)
-    experts = sizes["E"]
+    experts = extents["E"]
+    if not sizes.known(experts):
+        fail(f"the number of experts is {experts}, a symbol; export the function for a number")
     if score not in SCORES:
         fail(f"{score=} is not one of {', '.join(SCORES)}")
     if score == "sqrt_softplus" and num_groups != 1:

@@ -10,11 +10,10 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from glass_jax import errors
-from glass_jax.lowering import partition
+from glass_jax.lowering import partition, sizes
 from glass_jax.lowering.tiled import mqa_logits as tiled
 from glass_jax.lowering.xla import mqa_logits as formula
 from glass_jax.lowering.xla.gemm import accumulator
@@ -92,7 +91,7 @@ def mqa_logits(
     kv_scale = jnp.asarray(kv_scale)
     checks.floats("mqa_logits", kv_scale=kv_scale, weights=weights)
     checks.integers("mqa_logits", starts=starts, ends=ends)
-    sizes = checks.dimensions(
+    extents = checks.dimensions(
         "mqa_logits",
         q=(q, "... Sq H D"),
         kv=(kv, "... Skv D"),
@@ -101,14 +100,13 @@ def mqa_logits(
         starts=(starts, "... Sq"),
         ends=(ends, "... Sq"),
     )
-    dtype, keys = accumulator(q.dtype), sizes["Skv"]
+    dtype, keys = accumulator(q.dtype), extents["Skv"]
     params = Params.chosen(implementation, out_dtype=dtype)
-    # Before they become int32, in which a number beyond it would be another one.
-    starts, ends = (jnp.clip(x, 0, min(keys, jnp.iinfo(x.dtype).max)).astype(jnp.int32) for x in (starts, ends))
+    starts, ends = (sizes.within_int32(x, keys) for x in (starts, ends))
     operands = (q, kv, kv_scale.astype(dtype), weights.astype(dtype), starts, ends, jnp.arange(keys, dtype=jnp.int32))
     leading = [x.ndim - rank for x, rank in zip(operands, formula.RANKS, strict=True)]
     try:
-        np.broadcast_shapes(*(x.shape[:ndim] for x, ndim in zip(operands, leading, strict=True)))
+        jnp.broadcast_shapes(*(x.shape[:ndim] for x, ndim in zip(operands, leading, strict=True)))
     except ValueError as error:
         shapes = ", ".join(f"{x.shape[:ndim]}" for x, ndim in zip(operands[:-1], leading, strict=False))
         raise errors.HardwareConstraintError(

@@ -11,7 +11,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from glass_jax.lowering import partition
@@ -116,11 +115,11 @@ def _over_rows(weight: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _abstract_eval(x, *weights, params: Params) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(np.broadcast_shapes(x.shape, *(w.shape for w in weights)), x.dtype)
+    return jax.ShapeDtypeStruct(jnp.broadcast_shapes(x.shape, *(w.shape for w in weights)), x.dtype)
 
 
 def _dimensions(*avals, params: Params) -> partition.Dimensions:
-    shape = np.broadcast_shapes(*(aval.shape for aval in avals))
+    shape = jnp.broadcast_shapes(*(aval.shape for aval in avals))
     rows, *terms = (
         " ".join(partition.broadcast("r", tag, given, shape[:-1]))
         for tag, given in (("", shape), *zip("xgb", (aval.shape for aval in avals), strict=False))

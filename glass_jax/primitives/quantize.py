@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from glass_jax import errors
+from glass_jax.lowering import sizes
 from glass_jax.primitives import axes, checks
 
 DTYPES = tuple(map(jnp.dtype, (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float4_e2m1fn)))
@@ -74,7 +75,7 @@ def quantize(
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
 def _quantize(x: jax.Array, block: tuple[int, int], dtype: jnp.dtype, scale: str) -> tuple[jax.Array, jax.Array]:
     row, column = x.ndim - 2, x.ndim - 1
-    height, width = (min(per, max(size, 1)) for per, size in zip(block, x.shape[row:], strict=True))
+    height, width = (max(sizes.at_most(per, size), 1) for per, size in zip(block, x.shape[row:], strict=True))
     blocks = axes.into_blocks(axes.into_blocks(x.astype(jnp.float32), column, width), row, height)
     amax = jnp.max(jnp.abs(blocks), axis=(-3, -1), initial=SMALLEST)
     scales = amax * (1 / float(jnp.finfo(dtype).max))  # XLA makes a product of a quotient by a constant anyway

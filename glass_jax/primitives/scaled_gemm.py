@@ -133,7 +133,7 @@ def _check(lhs: jax.Array, rhs: jax.Array, transpose_rhs: bool, preferred: jax.t
             "with transpose_rhs=False"
         )
     try:
-        np.broadcast_shapes(lhs.shape[:-2], rhs.shape[:-2])
+        jnp.broadcast_shapes(lhs.shape[:-2], rhs.shape[:-2])
     except ValueError as error:
         raise errors.HardwareConstraintError(
             f"scaled_gemm: batch dimensions {lhs.shape[:-2]} of lhs and {rhs.shape[:-2]} of rhs do not broadcast"
@@ -195,7 +195,7 @@ def _spread(scale: jax.Array, granule: tuple[int, int], depth: int, rows: int, k
 
 
 def _batch_shape(lhs, lhs_scale, rhs, rhs_scale) -> tuple[int, ...]:
-    return np.broadcast_shapes(lhs.shape[:-3], lhs_scale.shape[:-2], rhs.shape[:-3], rhs_scale.shape[:-2])
+    return jnp.broadcast_shapes(lhs.shape[:-3], lhs_scale.shape[:-2], rhs.shape[:-3], rhs_scale.shape[:-2])
 
 
 def _abstract_eval(*operands, params: Params) -> jax.ShapeDtypeStruct:

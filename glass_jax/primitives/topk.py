@@ -16,7 +16,7 @@ import numpy as np
 from jax.interpreters import ad
 
 from glass_jax import errors
-from glass_jax.lowering import partition
+from glass_jax.lowering import partition, sizes
 from glass_jax.lowering.tiled import topk as tiled
 from glass_jax.lowering.xla import topk as formula
 from glass_jax.lowering.xla.topk import NO_INDEX
@@ -97,8 +97,7 @@ def topk(
     k = operator.index(k)
     _check(x, start, end, k, value_fill, index_fill, sorted and sorted_index)
     params = Params.chosen(implementation, k=k, sorted=bool(sorted), sorted_index=bool(sorted_index))
-    # Before they become int32, in which a number beyond it would be another one.
-    bounds = (jnp.clip(x, 0, min(columns, jnp.iinfo(x.dtype).max)).astype(jnp.int32) for x in (start, end))
+    bounds = (sizes.within_int32(bound, columns) for bound in (start, end))
     values, indices = TOPK.bind(x, *bounds, params=params)
     _check_nans(values)
     missing = indices == NO_INDEX
@@ -148,12 +147,12 @@ def _check_nans(values: jax.Array) -> None:
 
 
 def _abstract_eval(x, start, end, *, params: Params) -> tuple[jax.ShapeDtypeStruct, ...]:
-    shape = (*np.broadcast_shapes(x.shape[:-1], start.shape, end.shape), params.k)
+    shape = (*jnp.broadcast_shapes(x.shape[:-1], start.shape, end.shape), params.k)
     return jax.ShapeDtypeStruct(shape, x.dtype), jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
 def _dimensions(x, start, end, *, params: Params) -> partition.Dimensions:
-    shape = np.broadcast_shapes(x.shape[:-1], start.shape, end.shape)
+    shape = jnp.broadcast_shapes(x.shape[:-1], start.shape, end.shape)
     rows, of_x, of_start, of_end = (
         " ".join(partition.broadcast("r", tag, given, shape))
         for tag, given in (("", shape), ("x", x.shape), ("s", start.shape), ("e", end.shape))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from glass_jax.lowering import groups
+from glass_jax.lowering import groups, sizes
 from glass_jax.lowering.xla.branches import in_a_branch
 from glass_jax.lowering.xla.gemm import accumulator, operand
 
@@ -42,12 +42,12 @@ def grouped_gemm(
     """
     (_, m, _), (_, g, *matrix) = lhs.shape, rhs.shape
     n, block = matrix[0 if transpose_rhs else 1], _block(m, g)
-    batch = max(map(len, (lhs, rhs, starts, ends)))
+    batch = max(x.shape[0] for x in (lhs, rhs, starts, ends))
     if not (lhs.size and rhs.size):
         return jnp.zeros((batch, m, n), out_dtype)
     contract_rhs, first = 1 if transpose_rhs else 0, None
     wide = lhs.dtype.itemsize >= 4  # of narrower matrices the copies cost less than products of rows that are not there
-    if batch == 1 and wide and _FEW_ROWS <= m / g <= block:
+    if batch == 1 and wide and sizes.known(m, g) and _FEW_ROWS <= m / g <= block:
         first = _first_tiles(lhs[0], rhs[0], starts[0], ends[0], block, contract_rhs)
         starts, block = jnp.minimum(starts + block, ends), _BLOCKS[-1]  # what is left is of few groups
     rows, out = _with_room(lhs, block), jnp.zeros((batch, m + block, n), accumulator(lhs.dtype))
@@ -81,7 +81,7 @@ def _first_tiles(
     y = lax.dot_general(operand(x), operand(rhs), dimensions, preferred_element_type=accumulator(rows.dtype))
     # Back by a gather: the last group that begins at a row or before it is the row's, if it is not over by then. Of
     # empty groups that begin there too, it is the one after them.
-    row = jnp.arange(len(rows))
+    row = jnp.arange(rows.shape[0])
     group = jnp.clip(jnp.searchsorted(starts, row, side="right") - 1, 0)
     within = row - starts[group]
     exists = (within >= 0) & (within < block) & (row < ends[group])
@@ -112,7 +112,7 @@ def k_grouped_gemm(
       ``[B, G, K, N]``, or ``[1, G, K, N]`` with ``sum_batch``; zero for an empty group.
     """
     (_, m, k), n, g = lhs.shape, rhs.shape[2], starts.shape[1]
-    batch, block = max(map(len, (lhs, rhs, starts, ends))), _block(m, g)
+    batch, block = max(x.shape[0] for x in (lhs, rhs, starts, ends)), _block(m, g)
     shape = (1 if sum_batch else batch, g, k, n)
     if not (lhs.size and rhs.size and g):
         return jnp.zeros(shape, out_dtype)
@@ -138,6 +138,8 @@ def _block(m: int, groups_: int) -> int:
 
     With the largest of :data:`_BLOCKS` the copies cost little beside the products.
     """
+    if not sizes.known(m, groups_):
+        return _BLOCKS[-1]
     mean = m / max(min(groups_, m), 1)
     return next((block for block in _BLOCKS if block >= mean), _BLOCKS[-1])
 
@@ -159,7 +161,7 @@ def _place(*indices: jax.Array | int) -> tuple[jax.Array, ...]:
 
 def _part(x: jax.Array, batch: jax.Array, index: jax.Array, size: int) -> jax.Array:
     """``size`` entries from ``index`` on of a list of ``x`` ``[B, ...]``, or of the one that stands for all."""
-    place = _place(batch if len(x) > 1 else 0, index, *(0,) * (x.ndim - 2))
+    place = _place(0 if x.shape[0] == 1 else batch, index, *(0,) * (x.ndim - 2))
     return lax.dynamic_slice(x, place, (1, size, *x.shape[2:]))[0]
 
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from glass_jax.lowering import sizes
 from glass_jax.lowering.xla import bits, online_softmax
 from glass_jax.lowering.xla.gemm import accumulator
 
@@ -254,12 +255,12 @@ class _Blocks:
     @property
     def queries(self) -> int:
         """Queries of a block."""
-        return min(QUERIES, self.q_length)
+        return sizes.at_most(QUERIES, self.q_length)
 
     @property
     def keys(self) -> int:
         """Keys of a block."""
-        return min(KEYS, self.k_length)
+        return sizes.at_most(KEYS, self.k_length)
 
     @property
     def query_count(self) -> int:
@@ -297,7 +298,7 @@ class _Blocks:
         seen = []
         if self.causal:
             seen.append(column <= row + self.ahead)
-        if self.k_length % self.keys:
+        if self.k_length % self.keys != 0:
             seen.append(column < self.k_length)
         if ids:
             seen.append(ids[0][block][:, None] == ids[1][step])
@@ -326,8 +327,9 @@ class _Blocks:
     @staticmethod
     def _divided(x: jax.Array, size: int, fill: float = 0) -> jax.Array:
         batch, heads, length, width = x.shape
-        x = jnp.pad(x, [(0, 0), (0, 0), (0, -length % size), (0, 0)], constant_values=fill)
-        return x.reshape(batch * heads, -1, size, width)
+        count = -(-length // size)
+        x = jnp.pad(x, [(0, 0), (0, 0), (0, count * size - length), (0, 0)], constant_values=fill)
+        return x.reshape(batch * heads, count, size, width)
 
 
 def _whole(x: jax.Array, batch: int, length: int, dtype: jnp.dtype) -> jax.Array:

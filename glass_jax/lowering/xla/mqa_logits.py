@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from glass_jax.lowering import sizes
 from glass_jax.lowering.xla import bits, gemm
 from glass_jax.lowering.xla.gemm import accumulator
 
@@ -81,9 +82,33 @@ def _sequence(
     q: jax.Array, kv: jax.Array, kv_scale: jax.Array, weights: jax.Array, starts: jax.Array, ends: jax.Array
 ) -> jax.Array:
     """The logits ``[Sq, Skv]`` of operands without batch dimensions."""
+    (length, heads, _), keys = q.shape, kv.shape[0]
+    queries = sizes.at_most(max(_ROWS // heads, 1), length)
+    block = sizes.at_most(_BLOCK // (queries * heads), keys)
+    if not sizes.known(length, keys):  # perhaps less than a block: whole ones, then, of which some see nothing
+        of_queries, of_keys = (-(-size // part) * part - size for size, part in ((length, queries), (keys, block)))
+        q, weights, starts, ends = (_extended(x, of_queries) for x in (q, weights, starts, ends))
+        kv, kv_scale = _extended(kv, of_keys), _extended(kv_scale, of_keys)
+    return _in_blocks(q, kv, kv_scale, weights, starts, ends, queries, block)[:length, :keys]
+
+
+def _extended(x: jax.Array, count: int) -> jax.Array:
+    """``x`` and ``count`` elements of 0 after those of its first dimension."""
+    return jnp.pad(x, [(0, count), *((0, 0) for _ in x.shape[1:])])
+
+
+def _in_blocks(
+    q: jax.Array,
+    kv: jax.Array,
+    kv_scale: jax.Array,
+    weights: jax.Array,
+    starts: jax.Array,
+    ends: jax.Array,
+    queries: int,
+    block: int,
+) -> jax.Array:
+    """:func:`_sequence` in blocks of as many queries and keys."""
     (length, heads, depth), keys = q.shape, kv.shape[0]
-    queries = min(max(_ROWS // heads, 1), length)
-    block = min(_BLOCK // (queries * heads), keys)
     sees = starts < ends
     q_bits, kv_bits = bits.of(q), bits.of(kv)
 
@@ -114,8 +139,6 @@ def _sequence(
         return lax.fori_loop(jnp.maximum(lowest, 0), jnp.minimum(highest, -(-keys // block)), of_keys, out)
 
     nothing = jnp.full((length, keys), -jnp.inf, kv_scale.dtype)
-    if queries == length:  # no loop of one step: XLA's compiler hangs where it inlines one in a program for a mesh
-        return of_queries(0, nothing)
     return lax.fori_loop(0, -(-length // queries), of_queries, nothing)
 
 

@@ -59,5 +59,5 @@ def of_each(of_sequence: Callable, q: jax.Array, *operands: jax.Array) -> tuple[
         first, *others = of_sequence(in_a_branch(i >= 0, read, i), *rest)
         return bits.of(first), *others
 
-    first, *others = lax.map(step, (jnp.arange(len(q)), *operands))
+    first, *others = lax.map(step, (jnp.arange(q.shape[0]), *operands))
     return bits.back(first, q.dtype), *others

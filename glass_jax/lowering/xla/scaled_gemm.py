@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from glass_jax.lowering import sizes
 from glass_jax.lowering.xla import gemm
 
 E8M0 = jnp.dtype(jnp.float8_e8m0fnu)
@@ -114,6 +115,8 @@ def _power_of_two(exponent: jax.Array) -> jax.Array:
 
 def _columns_at_a_time(rhs: jax.Array, n: int, dtype: jax.typing.DTypeLike) -> int:
     """How many of the ``n`` columns of the result are computed at a time."""
+    if not sizes.known(*rhs.shape):
+        return n
     column_bytes = math.prod(rhs.shape) // max(n, 1) * jnp.dtype(dtype).itemsize
     count = max(_PART_BYTES // max(column_bytes, 1), _FEWEST_COLUMNS)
     return count if n >= 2 * count else n

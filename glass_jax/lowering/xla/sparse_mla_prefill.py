@@ -210,13 +210,13 @@ def sparse_mla_prefill_backward(
         d_scores = (d_scores * softmax_scale).astype(kv.dtype)
         d_keys = product("hk,hd->kd", d_scores, query) + product("hk,hd->kd", weights.astype(kv.dtype), d_values)
         # Beyond the last token nothing is added.
-        d_kv = d_kv.at[jnp.where(chosen[0] >= 0, chosen[0], len(tokens))].add(d_keys, mode="drop")
+        d_kv = d_kv.at[jnp.where(chosen[0] >= 0, chosen[0], tokens.shape[0])].add(d_keys, mode="drop")
         d_query = product("hk,kd->hd", d_scores, keys).astype(q.dtype)
         return d_kv, (bits.of(d_query), -sunk * delta)
 
     operands = [bits.of(of_queries(x, batch)) for x in (q, out, d_out)]
     operands += [of_indices(indices, kv, batch), *(of_queries(x, batch) for x in (sink, lse, d_lse))]
-    d_kv, (d_q, d_sink) = lax.scan(of_query, jnp.zeros((len(tokens), depth), dtype), tuple(operands))
+    d_kv, (d_q, d_sink) = lax.scan(of_query, jnp.zeros((tokens.shape[0], depth), dtype), tuple(operands))
     return (
         _sum_to(bits.back(d_q, q.dtype), q.shape, batch),
         _sum_to(d_kv, kv.shape, batch),

@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from glass_jax.lowering import sizes
+
 NO_INDEX = 2**31 - 1  # stands where a row has no further element
 
 _LONG = 256  # v / k from which the search in chunks is the faster one (measured on the CPU)
@@ -44,7 +46,10 @@ def topk(x: jax.Array, start: jax.Array, end: jax.Array, *, k: int, sorted_index
     column = jnp.arange(v, dtype=jnp.int32)
     inside = (start <= column) & (column < end)
     keys = jnp.where(inside, _keys(x), -jnp.inf)
-    largest, indices = (_in_chunks if _is_short(x) and v >= _LONG * k else lax.top_k)(keys, min(k, v))
+    if not sizes.known(v):  # perhaps less than k
+        keys = jnp.pad(keys, ((0, 0), (0, k)), constant_values=-jnp.inf)
+    in_chunks = _is_short(x) and sizes.known(v) and v >= _LONG * k
+    largest, indices = (_in_chunks if in_chunks else lax.top_k)(keys, sizes.at_most(k, v))
     # Not just the first: where a part is cut out of what top_k returns, XLA does not see that it is top_k.
     poisoned = (jnp.isposinf if _is_short(x) else jnp.isnan)(largest).any(-1, keepdims=True)
     if not _is_short(x):  # of others no key is -inf
@@ -75,11 +80,18 @@ def _with_infinities(indices: jax.Array, keys: jax.Array, start: jax.Array, end:
         infinite = (start <= column) & (column < end) & jnp.isneginf(keys)
         larger = jnp.sum(~jnp.isneginf(keys), axis=-1, keepdims=True, dtype=jnp.int32)
         count = jnp.cumsum(infinite, axis=-1, dtype=jnp.int32)  # so that the n-th is where it becomes n
-        nth = jax.vmap(jnp.searchsorted)(count, jnp.maximum(slot - larger + 1, 0)).astype(jnp.int32)
+        nth = _first_reaching(jnp.maximum(slot - larger + 1, 0), count)
         return jnp.where(slot < larger, indices, jnp.where(slot < wanted, nth, NO_INDEX))
 
     some_before = (indices < start) & (slot < wanted)  # as a rule none: rows have that many elements above -inf
     return lax.cond(some_before.any(), of_infinities, lambda: indices)
+
+
+def _first_reaching(wanted: jax.Array, count: jax.Array) -> jax.Array:
+    """For each of ``wanted`` ``[rows, k]`` the place of the first that is as large in ``count`` ``[rows, v]``."""
+    if sizes.known(count.shape[-1]):
+        return jax.vmap(jnp.searchsorted)(count, wanted).astype(jnp.int32)
+    return jnp.sum(count[:, None] < wanted[..., None], axis=-1, dtype=jnp.int32)
 
 
 def by_value(values: jax.Array, indices: jax.Array) -> tuple[jax.Array, jax.Array]:
