@@ -187,6 +187,7 @@ CASES = [
     ("product-slots", two_products(128, 192), two_products(128, 192, through_ub=True)),
     ("reserved-name", counted("new"), counted("newer")),
     ("reserved-name", counted("new_1", beside="new"), counted("new_1")),
+    ("copy-unordered", between(UB, UB), between(UB, GM)),
     ("copy-path", between(GM, L0A), between(GM, L1)),
     ("copy-path", between(L1, GM), between(L0C, GM)),
     ("copy-path", between(GM, GM), between(UB, GM)),

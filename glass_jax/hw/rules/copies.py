@@ -188,6 +188,13 @@ def _limits(subject: Subject) -> Findings:
                 yield copy.loc, message, "Copy in several steps"
 
 
+def _within_ub(subject: Subject) -> Findings:
+    for copy in subject.transfers:
+        if _spaces(subject, copy) == (Space.UB, Space.UB):
+            message = f"{_name(copy)} within the unified buffer is a loop of the scalar unit, which waits for nothing"
+            yield copy.loc, message, "Put the copy into T.SimtVF or T.SimdVF"
+
+
 RULES = (
     Rule("copy-path", "Each pair of memories either has a copy pipe or none.", _paths),
     Rule(
@@ -198,5 +205,6 @@ RULES = (
     Rule(
         "copy-start", "UB and L1 are addressed in blocks of 32 bytes; the low bits of an address are dropped.", _start
     ),
+    Rule("copy-unordered", "The scalar unit reads and writes memory as soon as it gets there.", _within_ub),
     Rule("copy-limits", "The counts and lengths of a transfer are numbers of 12 to 21 bits.", _limits),
 )

@@ -41,8 +41,10 @@ def run_copy(machine: Machine, copy: ir.Copy, live: frozenset[str]) -> None:
             with machine.unit(unit):
                 run_copy(machine, copy, live)
         return
-    copy, limits = _bounded(machine, copy)
     src, dst = machine.memory.buffers[copy.src.buffer], machine.memory.buffers[copy.dst.buffer]
+    if src.space == Space.L0C and "dual" not in copy.attrs:
+        copy = _taken(copy)
+    copy, limits = _bounded(machine, copy)
     if src.space == Space.L0C and dst.space == Space.UB and "dual" not in copy.attrs and len(machine.active) > 1:
         with machine.unit(copy.attrs.get("unit", 0)):  # the others keep what they have
             run_copy(machine, copy, live)
@@ -66,6 +68,16 @@ def run_copy(machine: Machine, copy: ir.Copy, live: frozenset[str]) -> None:
         condition = expressions.value(machine, copy.attrs.get("atomic_if", ir.Const(True, "bool")))
         tile = jnp.where(condition, joined, tile)
     write_region(machine, target, tile)
+
+
+def _taken(copy: ir.Copy) -> ir.Copy:
+    """A copy out of L0C of as much of its tile, from the first row and column on, as the destination region says."""
+    rank, target = len(copy.src.extents), (1, *copy.dst.extents)
+    sizes = tuple(extent for extent in target if extent != 1)
+    if len(sizes) != 2:
+        sizes = target[-2:]
+    src = dataclasses.replace(copy.src, extents=(*copy.src.extents[: rank - 2], *sizes))
+    return dataclasses.replace(copy, src=src)
 
 
 def _bounded(machine: Machine, copy: ir.Copy) -> tuple[ir.Copy, dict[int, Linear]]:
