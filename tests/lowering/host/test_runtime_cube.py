@@ -184,9 +184,13 @@ SNIPPETS["UB to L1"] = (
 )
 
 
-def _scales(rows: int, k: int) -> np.ndarray:
-    """Exponents of e8m0, [K / 64, rows, 2]: the pairs of 64 elements, as they lie in global memory."""
-    return _RNG.integers(124, 131, (k // 64, rows, 2)).astype(np.uint8)
+def _scales(rows: int, k: int, *least: int) -> np.ndarray:
+    """Exponents of e8m0, [K / 64, rows, 2]: the pairs of 64 elements, as they lie in global memory.
+
+    Seven of them, from ``least`` on, for each part of the rows.
+    """
+    first = np.repeat(least, rows // len(least))[:, None]
+    return (first + _RNG.integers(0, 7, (k // 64, rows, 2))).astype(np.uint8)
 
 
 def _mx(type_: str, bytes_of_k: int) -> str:
@@ -211,7 +215,7 @@ def _mx(type_: str, bytes_of_k: int) -> str:
     )
 
 
-_scale_a, _scale_b = _scales(32, 128), _scales(48, 128)
+_scale_a, _scale_b = _scales(32, 128, 0, 60), _scales(48, 128, 248)  # the smallest and the largest among them
 _mx_a, _mx_b = _integers(np.float32, 32, 128), _integers(np.float32, 48, 128)
 
 

@@ -63,18 +63,20 @@ float to_hf32(float value, bool away) {
 }
 
 // An operand as a matrix [rows, k], rows rounded up to whole fractals. `unwritten`: which rows depend on bytes nobody
-// wrote.
+// wrote. `powers`: of an operand with scales, the largest scale of each row, over which its values are, so that nothing
+// leaves the range of a float on its way; else empty.
 template <class T>
 struct Operand {
   int rows, k;
   std::vector<T> values;
   std::vector<uint8_t> unwritten;
+  std::vector<double> powers;
 };
 
 template <class T>
 Operand<T> read_operand(Space space, const void* pointer, Type type, int rows, int k, bool scaled) {
   const int c0 = is_fp4(type) ? 64 : 32 / bytes_of(type);
-  Operand<T> operand{round_up(rows, kRows), k, {}, {}};
+  Operand<T> operand{round_up(rows, kRows), k, {}, {}, {}};
   operand.values.resize(static_cast<size_t>(operand.rows) * k);
   operand.unwritten.assign(operand.rows, 0);
   const size_t bytes = static_cast<size_t>(round_up(k, c0)) / c0 * operand.rows * 32;
@@ -94,15 +96,24 @@ Operand<T> read_operand(Space space, const void* pointer, Type type, int rows, i
       const void* at = reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(pointer) / 16);
       const Bytes scales =
           on_chip(space == kL0A ? kScaleA : kScaleB, at, static_cast<size_t>(operand.rows) * pairs * 2, Access::kRead);
-      for (int row = 0; row < operand.rows; ++row)
-        for (int block = 0; block < round_up(k, 32) / 32; ++block) {
-          const size_t byte = (static_cast<size_t>(row / kRows) * pairs + block / 2) * 32 + row % kRows * 2 + block % 2;
+      for (int row = 0; row < operand.rows; ++row) {
+        const auto byte_of = [&](int block) {
+          return (static_cast<size_t>(row / kRows) * pairs + block / 2) * 32 + row % kRows * 2 + block % 2;
+        };
+        const int blocks = round_up(k, 32) / 32;
+        int largest = 0;
+        for (int block = 0; block < blocks; ++block)
+          if (const uint8_t bits = scales.data[byte_of(block)]; bits != 0xff) largest = std::max<int>(largest, bits);
+        operand.powers.push_back(std::ldexp(1.0, largest - 127));
+        for (int block = 0; block < blocks; ++block) {
+          const size_t byte = byte_of(block);
           const uint8_t bits = scales.data[byte];
-          const float factor = bits == 0xff ? NAN : std::ldexp(1.0f, bits - 127);
+          const float factor = bits == 0xff ? NAN : std::ldexp(1.0f, bits - largest);
           for (int i = block * 32; i < std::min(k, block * 32 + 32); ++i)
             operand.values[static_cast<size_t>(row) * k + i] *= factor;
           if (scales.unwritten != nullptr && scales.unwritten[byte] != 0) operand.unwritten[row] = 1;
         }
+      }
     }
   }
   return operand;
@@ -122,10 +133,12 @@ struct LanesOf<int32_t> {
 template <class T>
 using Lanes = typename LanesOf<T>::Vector;
 
-// c [column of fractals][rows][16] += a [rows, k] * b [16 * columns of fractals, k].
+// c [column of fractals][rows][16] += a [rows, k] * b [16 * columns of fractals, k], of operands with scales the product
+// by itself, times their powers.
 template <class T>
 void multiply(T* c, const Operand<T>& a, const Operand<T>& b, int m, bool clear) {
   const int k = a.k;
+  const bool scaled = !a.powers.empty();
   std::vector<T> panel(static_cast<size_t>(k) * 16);
   for (int column = 0; column < b.rows; column += 16) {
     for (int i = 0; i < k; ++i)
@@ -135,7 +148,7 @@ void multiply(T* c, const Operand<T>& a, const Operand<T>& b, int m, bool clear)
     for (int row = 0; row < m; row += kTogether) {
       Lanes<T> sums[kTogether];
       for (int r = 0; r < kTogether; ++r) {
-        if (clear) sums[r] = Lanes<T>{};
+        if (clear || scaled) sums[r] = Lanes<T>{};
         else std::memcpy(&sums[r], out + (row + r) * 16, sizeof sums[r]);
       }
       const T* left = &a.values[static_cast<size_t>(row) * k];
@@ -144,7 +157,15 @@ void multiply(T* c, const Operand<T>& a, const Operand<T>& b, int m, bool clear)
         std::memcpy(&right, &panel[i * 16], sizeof right);
         for (int r = 0; r < kTogether; ++r) sums[r] += left[static_cast<size_t>(r) * k + i] * right;
       }
-      for (int r = 0; r < kTogether && row + r < m; ++r) std::memcpy(out + (row + r) * 16, &sums[r], sizeof sums[r]);
+      for (int r = 0; r < kTogether && row + r < m; ++r) {
+        T* place = out + (row + r) * 16;
+        if (scaled)
+          for (int j = 0; j < 16; ++j) {
+            const T product = static_cast<T>(sums[r][j] * (a.powers[row + r] * b.powers[column + j]));
+            sums[r][j] = clear ? product : place[j] + product;
+          }
+        std::memcpy(place, &sums[r], sizeof sums[r]);
+      }
     }
   }
 }
