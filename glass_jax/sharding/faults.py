@@ -107,7 +107,7 @@ class Wait:
     def __str__(self) -> str:
         first, last = min(self.chunks), max(self.chunks)
         chunks = f"chunk {first}" if first == last else f"{len(self.chunks)} chunks from {first} to {last}"
-        why = "which is dead" if self.source == self.dead else "which waits itself"
+        why = "which sends nothing" if self.source == self.dead else "which waits itself"
         return f"rank {self.rank} waits in step {self.step} for {chunks} from rank {self.source}, {why}"
 
 

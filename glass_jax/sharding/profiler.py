@@ -111,9 +111,11 @@ class Profile:
 
     # --- reading ---
 
-    def unfinished(self) -> list[tuple[Collective, int]]:
-        """Collectives that have begun on a rank of this process and not ended: the call and the rank."""
-        return [(call, rank) for (call, rank), starts in list(self._begun.items()) for _ in starts]
+    def unfinished(self) -> list[tuple[Collective, int, float]]:
+        """Collectives that have begun on a rank of this process and not ended: the call, the rank, and when, seconds of
+        ``time.perf_counter``.
+        """
+        return [(call, rank, start) for (call, rank), starts in list(self._begun.items()) for start in starts]
 
     def rows(self) -> list[dict[str, Any]]:
         """A row for every collective and rank: ``collective``, ``algorithm``, ``axes``, ``clock``, ``rank``, ``calls``,
