@@ -145,6 +145,15 @@ def many(count, stages):
     )
 
 
+def upper_half(taken):
+    """A product into the upper 64 of the 128 rows of an accumulator, of which ``taken`` leave it."""
+    made = product()
+    (loop, _), rows = made.body, lambda name, count: ir.Region(name, (ZERO, ZERO), (count, 128))
+    gemm = dataclasses.replace(loop.body[2], a=ir.Region("a", (ZERO, ZERO), (64, 64)), c=rows("c", 64))
+    store = ir.Copy(rows("c", taken), rows("out", taken))
+    return dataclasses.replace(made, body=(dataclasses.replace(loop, body=(*loop.body[:2], gemm)), store))
+
+
 INDEX, STOP = ir.Var("i"), ir.Const(16, "int32")
 GM, L1, L0A, L0B, L0C, UB = Space.GM, Space.L1, Space.L0A, Space.L0B, Space.L0C, Space.UB
 
@@ -182,6 +191,7 @@ CASES = [
     ("sliced-product", part_of_a(start=(0, 0), rows=64), part_of_a(start=(0, 0), rows=128)),
     ("partial-l0c-copy", rows_of_c(112), rows_of_c(113)),
     ("partial-l0c-copy", rows_of_c(ir.Var("rows")), rows_of_c(ir.Var("rows"), cut="destination")),
+    ("partial-l0c-copy", upper_half(taken=128), upper_half(taken=64)),
     ("partial-l0c-copy", rows_of_c(16), rows_of_c(16, columns=16)),
     ("product-slots", two_products(192, 128), two_products(128, 128)),
     ("product-slots", two_products(128, 192), two_products(128, 192, through_ub=True)),

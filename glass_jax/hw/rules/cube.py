@@ -118,18 +118,22 @@ def _sliced(subject: Subject) -> Findings:
 
 
 def _partial(subject: Subject) -> Findings:
+    products: dict[str, list[ir.Gemm]] = {}
+    for gemm in subject.of(ir.Gemm):
+        products.setdefault(subject.buffer(gemm.c).storage, []).append(gemm)
     for copy in subject.transfers:
         buffer = subject.buffer(copy.src)
         if buffer.space is not Space.L0C or len(buffer.shape) < 2:
             continue
-        rows = mem.static(buffer.shape[-2])
+        rows = next((mem.static(gemm.c.extents[-2]) for gemm in products.get(buffer.storage, ())), buffer.shape[-2])
+        rows = mem.static(rows) if rows is not None else None
         taken, wide = (mem.static(extent) for extent in copy.src.extents[-2:])
         if rows is None or (wide is not None and wide <= CUBE_M):
             continue  # one column of blocks: no distance to the next
         if taken is None or -(-taken // CUBE_M) != -(-rows // CUBE_M):
             number = "some" if taken is None else taken
-            message = f"{number} of {rows} rows of {buffer.name} leave L0C; the code takes the next block of columns "
-            message += "from as many rows on"
+            message = f"{number} rows of {buffer.name} leave L0C, of a tile of {rows}; the code takes the next block "
+            message += "of columns from as many rows on"
             remedy = "Copy from the whole tile and cut the destination: T.copy(c, y[m : m + rows, n : n + columns])"
             yield copy.loc, message, remedy
 
