@@ -84,6 +84,11 @@ np.testing.assert_array_equal(gradients[1], 0.5)
 <5>
 assert list(pathlib.Path("add_half").glob("*"))
 """,
+    "host.md": """
+<0>
+np.testing.assert_allclose(y, 77)
+assert glass.verify(glass.gemm, x, w, run=True) == []
+""",
     "models.md": """
 <0>
 assert int(load.sum()) == 2 * 16 * 2
