@@ -193,7 +193,7 @@ X = jnp.ones((4, 8))
         ),
         (
             lambda: glass.gemm(X, X.T, implementation="cuda"),
-            r"implementation='cuda' is not one of xla, npu_model, ascend",
+            r"implementation='cuda' is not one of xla, npu_model, host, ascend",
         ),
     ],
 )

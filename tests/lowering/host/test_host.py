@@ -26,7 +26,7 @@ RNG = np.random.default_rng(5)
 BF16, F16, F32, FP8 = jnp.bfloat16, jnp.float16, jnp.float32, jnp.float8_e4m3fn
 OPERATIONS = {}
 # Of the largest value of a result: one rounding of the type and sums of a few hundred products in another order.
-TOLERANCE = {"bfloat16": 2**-6, "float16": 2**-9, "float32": 2e-5, "int32": 0}
+TOLERANCE = {"bfloat16": 2**-6, "float16": 2**-9, "float32": 2e-5, "int8": 0}
 
 
 def normal(*shape, dtype=F32):
