@@ -50,7 +50,7 @@ def test_a_block_is_of_its_own_thread():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"implementation": "cuda"}, ValueError, "implementation='cuda' is not one of xla, npu_model, ascend"),
+        ({"implementation": "cuda"}, ValueError, "implementation='cuda' is not one of xla, npu_model, host, ascend"),
         ({"chip": "H100"}, glass.errors.HardwareConstraintError, "950DT"),
         ({"alignment": "maybe"}, ValueError, "pad, strict"),
         ({"debug": "yes"}, TypeError, "bool"),
