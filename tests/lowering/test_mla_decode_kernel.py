@@ -31,7 +31,7 @@ def test_no_chip_of_its_kind_rejects_it(name, chip):
 def test_everything_stays_on_the_chip_in_two_versions():
     made = cache.compile(KERNEL, CHIP)
     versions = {room.buffer: room.versions for room in made.memory}
-    doubled = ("kv_l1", "q_l0", "k_l0", "v_l0", "s_l0c", "o_l0c", "s", "p", "new")
+    doubled = ("kv_l1", "q_l0", "k_l0", "v_l0", "s_l0c", "o_l0c", "s", "p", "product")
     assert all(versions[name] == 2 for name in doubled)
     for space in (Space.L1, Space.L0A, Space.L0B, Space.L0C, Space.UB):
         assert memory.used(made.memory, space) <= chips.get(CHIP).capacity(space)

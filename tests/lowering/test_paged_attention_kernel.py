@@ -48,7 +48,7 @@ def test_intermediates_stay_on_chip_and_copies_overlap(changes, streamed):
         assert memory.used(made.memory, space) <= chip.capacity(space)
     versions = {a.buffer: a.versions for a in made.memory}
     assert versions["k_l1"] == versions["v_l1"] == streamed
-    assert {versions[name] for name in ("s_l0c", "o_l0c", "s", "p", "new")} == {2}
+    assert {versions[name] for name in ("s_l0c", "o_l0c", "s", "p", "product")} == {2}
     assert made.workspace_bytes == 0
 
 

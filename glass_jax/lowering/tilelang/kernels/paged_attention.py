@@ -222,7 +222,7 @@ class PagedAttentionKernel:
                 o_l0c = T.alloc_l0c((rows, dim), "float32")
                 s = T.alloc_shared((half, tokens), "float32")
                 p = T.alloc_shared((half + 1, tokens), dtype)
-                new = T.alloc_shared((half, dim), "float32")
+                product = T.alloc_shared((half, dim), "float32")
                 o = T.alloc_shared((half, dim), "float32")
                 result = T.alloc_shared((half, dim), dtype)
                 m = T.alloc_shared((LANES,), "float32")
@@ -231,7 +231,7 @@ class PagedAttentionKernel:
                 sums = T.alloc_shared((tokens // LANES, LANES), "float32")
                 T.annotate_layout({p: make_ascend_compact_nz_layout(p)})
                 T.annotate_buffer_versions(
-                    {k_l1: plan.versions, v_l1: plan.versions, s_l0c: 2, o_l0c: 2, s: 2, p: 2, new: 2}
+                    {k_l1: plan.versions, v_l1: plan.versions, s_l0c: 2, o_l0c: 2, s: 2, p: 2, product: 2}
                 )
                 head, row = block // tiles, block % tiles * rows
                 sequence, kv_head = head // self.kv_heads, head % self.kv_heads
@@ -257,8 +257,8 @@ class PagedAttentionKernel:
                     softmax(s, m, total, sums, alpha, p, seen)
                     T.dual_copy(p[0:half, 0:tokens], p_l1)
                     T.gemm(p_l1, v_l1, o_l0c, transpose_B=True, clear_accum=True)
-                    T.dual_copy(o_l0c, new)
-                    accumulate(o, new, alpha)
+                    T.dual_copy(o_l0c, product)
+                    accumulate(o, product, alpha)
                 finish(o, total, result)
                 T.dual_copy(result, out[head, row : row + rows, 0:dim])
 
@@ -343,7 +343,7 @@ def _output(rows: Rows, dim: int, dtype: str) -> tuple[Any, Any, Any]:
                     S.vsts(o[row, column], zero, inside(full, column))
 
     @T.macro
-    def accumulate(o, new, alpha):
+    def accumulate(o, product, alpha):
         """The output so far, less for what the maxima have grown, and that of the tile."""
         with T.SimdVF():
             full = S.pset(32)
@@ -351,7 +351,7 @@ def _output(rows: Rows, dim: int, dtype: str) -> tuple[Any, Any, Any]:
                 worth = S.vld(alpha[row], "BRC_B32")
                 for column in range(0, dim, LANES):
                     kept = S.vmul(S.vld(o[row, column]), worth, full)
-                    S.vsts(o[row, column], S.vadd(kept, S.vld(new[row, column]), full), inside(full, column))
+                    S.vsts(o[row, column], S.vadd(kept, S.vld(product[row, column]), full), inside(full, column))
 
     @T.macro
     def finish(o, total, result):
