@@ -1,4 +1,4 @@
-"""Set up before JAX starts: 16 host devices and a kernel cache beside the tests, shared by all workers of a run."""
+"""Set up before JAX starts: 16 host devices; caches of kernels and XLA programs that all processes of a run share."""
 
 import os
 import pathlib
@@ -9,6 +9,13 @@ import pytest
 
 _ROOT = pathlib.Path(__file__).parent.parent
 os.environ.setdefault("GLASS_CACHE_DIR", str(_ROOT / ".cache" / "kernels"))
+# Of programs alone that take XLA long. Processes that tests start read the environment.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_ROOT / ".cache" / "xla"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
+jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+jax.config.update(
+    "jax_persistent_cache_min_compile_time_secs", float(os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"])
+)
 
 jax.config.update("jax_num_cpu_devices", 16)
 

@@ -101,7 +101,8 @@ def find(sha: str) -> Artifact:
 
 def _load_or_make(kernel: Kernel, chip: chips.Chip) -> tuple[Artifact, str]:
     """The artifact, and in words where it comes from."""
-    parts = (kernel.fingerprint(chip.name), chip.name, _makers_digest())
+    # Not the chip: what a kernel makes of it is in the fingerprint; planned alike for two chips it is one kernel.
+    parts = (kernel.fingerprint(chip.name), chip.arch, _makers_digest())
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     for path in _candidates(key):
         artifact = _read(path, key)

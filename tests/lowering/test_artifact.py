@@ -75,6 +75,15 @@ def test_compiling_is_deterministic(fresh, monkeypatch):
     assert cache.compile(GEMM, CHIP) == first
 
 
+def test_a_kernel_that_is_planned_alike_for_two_chips_is_compiled_once(fresh, compiled):
+    assert GEMM.fingerprint("950PR") == GEMM.fingerprint(CHIP)
+    assert cache.compile(GEMM, "950PR") == cache.compile(GEMM, CHIP)
+    large = GemmKernel(1, False, False, 4096, 4096, 64, "float16", "float16")
+    assert large.fingerprint("950PR") != large.fingerprint(CHIP)  # more tiles than either has cores
+    assert cache.compile(large, "950PR").block_dim < cache.compile(large, CHIP).block_dim
+    assert compiled == [GEMM, large, large]
+
+
 def test_another_compiler_makes_another_artifact(fresh, compiled, monkeypatch):
     """One byte in a file that makes artifacts: what an older one made is not taken for what this one makes."""
     first = cache.compile(GEMM, CHIP)
